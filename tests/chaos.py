@@ -2,12 +2,12 @@
 
     python -m tests.chaos --script ppo_clusterenv.py --faults 100  # as root also cuts links
 
-In about 6 minutes, this runs the script on CartPole-v1 with 4 workers and hits a random one every 3
-seconds: in turn by ``kill -9``, by SIGSTOP, and, where each worker can have a network namespace of
-its own, by taking its link down. The head's process computes each transition a second time from
-CartPole's equations. Each chunk must begin where the previous one of its rows ended, or in a new
-episode if their worker was replaced in between. So no transition comes twice, in part, or not at
-all.
+In about 6 minutes, this runs the script on CartPole-v1 with 4 workers, and hits a random worker
+every 3 seconds: in turn by ``kill -9``, by SIGSTOP, and by taking its link down. If the workers
+cannot have their own network namespaces, the process that forks them is killed instead. The head's
+process computes each transition a second time from CartPole's equations. Each chunk must begin
+where the previous chunk of its rows ended, or in a new episode if their worker was replaced in
+between. So no transition is delivered twice, in part, or not at all.
 """
 
 import argparse
@@ -41,12 +41,13 @@ FLAGS = {
 CUT_SECONDS = 6.0  # longer than the worker timeout
 
 
-# In the head's process.
+# The head's process.
 
 
 def cartpole(observations, actions):
-    """Return the results of CartPole-v1's equations for float32 observations ``(..., 4)`` and
-    actions ``(...)``.
+    """Return the next observations by CartPole-v1's equations, in float64.
+
+    The observations are float32 of the shape ``(..., 4)``, the actions have the shape ``(...)``.
     """
     x, x_dot, theta, theta_dot = np.moveaxis(observations.astype(np.float64), -1, 0)
     force, cos, sin = np.where(actions == 1, 10.0, -10.0), np.cos(theta), np.sin(theta)
@@ -70,10 +71,11 @@ class Checker:
     def __init__(self):
         self.ends = {}  # row -> the observation after its last step
         self.transitions, self.jumps = 0, 0
-        # After so many transitions it is slow until there is a file `done`: all faults have
-        # happened.
+        # After this many transitions, each call takes 5 s more until the file `done` exists, which
+        # means that all faults have happened.
         self.half = math.inf
-        # Seconds of an answer, and the part of them after the last loss.
+        # Seconds that the longest call took, and the longest time in a call after the last worker
+        # was lost.
         self.longest, self.recovery = (
             0.0,
             0.0,
@@ -113,8 +115,9 @@ class Checker:
 
 
 def head(script, namespaces):
-    """Run the script in this process, its workers in these namespaces if they are given, and report
-    to a file.
+    """Run the script in this process and write a report to a file.
+
+    ``namespaces`` are the workers' network namespaces, or None.
     """
     checker, command, close = Checker(), LocalLauncher.command, ClusterEnv.close
     if "--total-timesteps" in sys.argv:
@@ -140,14 +143,15 @@ def head(script, namespaces):
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-# The process beside it.
+# The process that starts the head and causes the faults.
 
 
 def train(
     script, flags, faults, directory, network=None, interval=3.0, seed=1, say=print, timeout=1800
 ):
-    """Train with this many faults; return the summary, the checker's report and a list of the
-    faults.
+    """Train with this many faults.
+
+    Return the run's summary, the checker's report and the list of faults.
     """
     command = [
         sys.executable,
@@ -157,7 +161,7 @@ def train(
         script,
         ",".join(network.namespaces if network else []),
     ]
-    # A worker may be hit again and again before it has started.
+    # A worker may be hit several times before it has started.
     flags = (
         f"--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20 "
         f"{FLAGS[script]} {flags}"
@@ -193,7 +197,7 @@ def train(
                 network.cut(index)
                 cut, heal_at = index, now + CUT_SECONDS
             elif kind == "fork":
-                hit(process.pid, workers, index, kind)  # after two of these there are no more
+                hit(process.pid, workers, index, kind)  # the third time, there is none
             elif kind == "cut" or not hit(process.pid, workers, index, kind):
                 continue  # another worker is still cut off, or this one is being replaced
             done.append((kind, index))
@@ -205,7 +209,7 @@ def train(
         process.wait()
     text = Path(directory, "output").read_text()
     assert process.returncode == 0, text[-3000:]
-    # Workers hold the weights that the head believes they hold, by each checksum.
+    # By every checksum, the workers held the weights that the head believed they held.
     assert "does not hold the weights" not in text
     (summary,) = Path(directory, "runs").glob("*/summary.json")
     return (
@@ -216,11 +220,13 @@ def train(
 
 
 def hit(head, workers, index, kind):
-    """Kill or stop a worker of this head, or kill the process that forks them; say whether there
-    was one. ``workers`` are those that were seen before, as some outlive that process.
+    """Kill or stop a worker of this head, or kill its fork server. Return whether there was one.
+
+    ``workers`` are the pids of the workers seen so far, by index, because some workers outlive
+    their fork server.
     """
     number = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process is just ending
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process is ending
         workers |= workers_of(head)
         pid = fork_server_of(head) if kind == "fork" else workers.get(index)
         if pid is not None:

@@ -1,4 +1,4 @@
-"""Bounds in time for every test, and a check that no module leaves workers behind."""
+"""A time limit for every test, and a check that no test module leaves workers behind."""
 
 import contextlib
 import logging
@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, settings
 
 from clusterenv_runtime.launchers import forking
 
-# For one test with its fixtures: it ends a test that hangs, and is at least ten times as long as
-# the longest test takes on an idle machine.
+# The time limit of one test with its fixtures. It ends a test that hangs, and is at least ten times
+# what the longest test takes on an idle machine.
 SECONDS = int(os.environ.get("TEST_SECONDS", 900))
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-# A worker that needs a class of a test's module imports that module, and with it all of these. It
-# takes longer than most tests, so the process that forks workers does it.
+# A worker that needs a class from a test module imports that module, and with it these modules.
+# That takes longer than most tests, so the fork server imports them.
 forking.ACTING += "pytest", "scipy.stats", "tests.scripts"
 
 # A shell's background jobs ignore SIGINT, and so do the processes that they start.
@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     def stop(*_):
-        signal.alarm(5)  # again, if the first one is caught
+        signal.alarm(5)  # raise again, in case the test catches the first error
         raise TimeoutError(f"{item.nodeid} took more than {SECONDS} s")
 
     previous = signal.signal(signal.SIGALRM, stop)
@@ -42,14 +42,14 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_modifyitems(items):
-    # These wait most: other tests compute beside them.
+    # These tests mostly wait, while other tests compute beside them.
     items.sort(key=lambda item: "tests/slurm/" not in item.nodeid)
 
 
 def worker_commands():
-    """The command lines of this process's workers that are alive, by pid.
+    """Return the command lines of this process's live workers, by pid.
 
-    A forked worker has none of its own, so that is as if it had been started singly.
+    A forked worker has no command line of its own. It gets the one of a worker that is not forked.
     """
     parents, commands = {}, {}
     for directory in Path("/proc").glob("[0-9]*"):
@@ -57,9 +57,9 @@ def worker_commands():
             state, parent, *_ = (directory / "stat").read_text().rpartition(")")[2].split()
             command = os.fsdecode((directory / "cmdline").read_bytes()).split("\0")
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended in between
+            continue  # the process has ended in between
         if state == "Z":
-            continue  # it has ended, and its parent does not know that yet
+            continue  # the process has ended, but its parent has not waited for it yet
         parents[int(directory.name)] = int(parent)
         commands[int(directory.name)] = command
     servers = {
@@ -72,7 +72,7 @@ def worker_commands():
         if parent == os.getpid() and "clusterenv_runtime.worker" in commands[pid]:
             workers[pid] = commands[pid]
         elif parent in servers:
-            with contextlib.suppress(FileNotFoundError, ValueError):  # it has just been forked
+            with contextlib.suppress(FileNotFoundError, ValueError):  # just forked, no name yet
                 _, index = Path(f"/proc/{pid}/comm").read_text().split()
                 workers[pid] = ["-m", "clusterenv_runtime.worker", "--index", index]
     return workers
@@ -80,22 +80,22 @@ def worker_commands():
 
 @pytest.fixture
 def workers():
-    """A function that returns this process's workers, see `worker_commands`."""
+    """Return a function that returns this process's workers, see `worker_commands`."""
     return worker_commands
 
 
 class Pipe:
-    """A named pipe on which environments tell their pids, and so where they are."""
+    """A named pipe to which an environment writes its pid when it reaches a certain place."""
 
     def __init__(self, path):
         self.path = str(path)
         os.mkfifo(path)
-        # For reading and writing, so that it neither blocks here nor ends when an environment
-        # closes it.
+        # Open for reading and writing: so opening does not block, and reading does not end when an
+        # environment closes the pipe.
         self._file = os.fdopen(os.open(path, os.O_RDWR), "r")
 
     def pids(self, number):
-        """Wait until ``number`` environments have told their pid."""
+        """Wait until ``number`` environments have written their pids, and return the pids."""
         return [int(self._file.readline()) for _ in range(number)]
 
 
@@ -106,8 +106,8 @@ def pipe(tmp_path):
 
 @pytest.fixture
 def temporary_directory(monkeypatch, tmp_path_factory):
-    """The place of sockets during a test; nothing may remain there."""
-    tmp_path_factory.getbasetemp()  # made now, it is elsewhere
+    """Set the directory for sockets during a test, and check that it is empty at the end."""
+    tmp_path_factory.getbasetemp()  # pytest makes its directory now, and so elsewhere
     with tempfile.TemporaryDirectory(prefix="test-") as directory:
         monkeypatch.setattr(tempfile, "tempdir", directory)
         yield Path(directory)
@@ -116,7 +116,7 @@ def temporary_directory(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """Restore what a script in this process has set: handlers of signals and of a start's line."""
+    """Restore the handlers of signals and of the start's log, which scripts in this process set."""
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
     handlers = [signal.getsignal(number) for number in numbers]
     yield

@@ -1,4 +1,6 @@
-"""Environments for tests. No torch in this module: workers that only step import it."""
+"""Environments for tests. This module does not import torch, because workers without a policy
+import it.
+"""
 
 import contextlib
 import os
@@ -15,7 +17,7 @@ from .patience import HOUR, wait_until
 
 
 class Words(gym.Space):
-    """A space Gymnasium knows nothing about: a word and a number, as a tuple."""
+    """A space that Gymnasium does not know: tuples of a word and a number."""
 
     def __init__(self):
         super().__init__()
@@ -31,14 +33,14 @@ class Words(gym.Space):
 
 
 class Sets(Words):
-    """A space whose elements cannot leave a worker."""
+    """A space whose elements cannot be sent by a worker."""
 
     def sample(self, mask=None, probability=None):
         return {1, 2}
 
 
 def checksum(action):
-    """A number that identifies actions by type, dtype and value."""
+    """Return a number that identifies an action by its type, dtype and value."""
     raw = (
         action.tobytes() + str(action.dtype).encode()
         if isinstance(action, np.ndarray)
@@ -48,8 +50,9 @@ def checksum(action):
 
 
 class RandomEnv(gym.Env):
-    """Random observations, ends of both kinds, and infos of every kind. The reward identifies the
-    action that arrived.
+    """Random observations, both kinds of episode ends, and infos of every type.
+
+    The reward identifies the action that arrived.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 7}
@@ -57,7 +60,7 @@ class RandomEnv(gym.Env):
     def __init__(
         self, observation_space, action_space=None, end=0.2, render_mode="rgb_array", delay=0.0
     ):
-        # As it came: ClusterEnv and SyncVectorEnv share nothing else.
+        # Not a copy, so that ClusterEnv and SyncVectorEnv get the same space.
         self.observation_space = observation_space
         self.action_space = spaces.Discrete(3) if action_space is None else action_space
         self.end, self.render_mode, self.frames, self.delay = end, render_mode, 0, delay
@@ -106,10 +109,10 @@ class RandomEnv(gym.Env):
 
 
 class CountingEnv(gym.Env):
-    """Observes the number of steps since the reset, gets it as reward, and truncates after
+    """Observes the number of steps since the reset, which is also the reward, and truncates after
     ``length`` steps.
 
-    A step waits until there is a file ``gate``, if one is given.
+    If a path ``gate`` is given, each step waits until that file exists.
     """
 
     observation_space = spaces.Box(0, np.inf, (1,))
@@ -157,7 +160,7 @@ class CountingEnv(gym.Env):
 
 
 class RenderingEnv(CountingEnv):
-    """Renders, as a subclass defines it, in its constructor and in `reset`, too."""
+    """Calls `render`, which a subclass defines, in its constructor and in `reset`."""
 
     def __init__(self):
         super().__init__()
@@ -169,7 +172,7 @@ class RenderingEnv(CountingEnv):
 
 
 class BufferEnv(CountingEnv):
-    """Hands out the same observation, and the same array in its infos, again and again."""
+    """Returns the same observation array, and the same array in its infos, every time."""
 
     def __init__(self, length=3):
         super().__init__(length)
@@ -203,7 +206,7 @@ class EchoEnv(gym.Env):
 
 
 class UnsendableEnv(CountingEnv):
-    """Has values in its infos that cannot leave a worker."""
+    """Has values in its infos that cannot be sent by a worker."""
 
     secret = object()
 
@@ -217,11 +220,11 @@ class UnsendableEnv(CountingEnv):
 
 
 class CustomError(Exception):
-    """An exception that only tests know."""
+    """An exception that only the tests define."""
 
 
 class NumberedError(Exception):
-    """An exception whose constructor wants more than its text."""
+    """An exception whose constructor needs more than its text."""
 
     def __init__(self, text, number):
         super().__init__(text)
@@ -232,7 +235,7 @@ class NumberedError(Exception):
 
 
 class MuteError(Exception):
-    """An exception that raises another one when its text or its arguments are read."""
+    """An exception that raises another exception when its text or its arguments are read."""
 
     def __init__(self, error):
         self.error = error
@@ -247,7 +250,7 @@ class MuteError(Exception):
 
 
 class FailingEnv(CountingEnv):
-    """Raises ``error`` in its ``where``: "constructor", "reset" or "step"."""
+    """Raises ``error`` in ``where``: "constructor", "reset" or "step"."""
 
     def __init__(self, where="nowhere", error=None, delay=0.0, gate=None):
         super().__init__(delay=delay, gate=gate)
@@ -269,9 +272,7 @@ class FailingEnv(CountingEnv):
 
 
 class LeavingEnv(CountingEnv):
-    """Starts a child that leaves the worker's process group, and a daemon, which has no parent any
-    more.
-    """
+    """Starts a child that leaves the worker's process group, and a daemon without a parent."""
 
     started = ()
 
@@ -285,14 +286,14 @@ class LeavingEnv(CountingEnv):
         return super().reset(seed=seed, options=options)
 
     def leave(self):
-        """Leave the worker's process group; its leader joins the head's group."""
+        """Leave the worker's process group. The group's leader joins the head's group instead."""
         os.setpgid(0, os.getpgid(os.getppid())) if os.getpgrp() == os.getpid() else os.setsid()
         return os.getpid()
 
 
 class BlockingEnv(CountingEnv):
-    """Writes its pid to a named pipe and then sleeps for an hour, in its ``where``: "constructor",
-    "step", "close".
+    """Writes its pid to a named pipe and sleeps for an hour, in ``where``: "constructor", "step" or
+    "close".
     """
 
     def __init__(self, pipe, where="step"):
@@ -318,7 +319,7 @@ class BlockingEnv(CountingEnv):
 
 
 def assert_same(actual, expected, where="result"):
-    """Assert equality to the last bit, and of types and dtypes, all the way down."""
+    """Assert that values, types and dtypes are equal to the last bit, at every depth."""
     assert type(actual) is type(expected), f"{where}: {type(actual)}, expected {type(expected)}"
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), (
@@ -347,7 +348,7 @@ def assert_same(actual, expected, where="result"):
 
 @contextlib.contextmanager
 def registered(env_id, entry_point):
-    """Register an environment for a while."""
+    """Register an environment while the body runs."""
     previous = gym.registry.get(env_id)
     gym.register(env_id, entry_point=entry_point)
     try:

@@ -1,6 +1,7 @@
-"""Scripts in processes forked from one that has imported torch and other slow modules.
+"""Running scripts in processes that are forked from one with torch and other slow modules imported.
 
-That import takes longer than many a run, so what forks workers is forked from there, too.
+These imports take longer than many runs. For this reason the scripts' fork servers are forked from
+there, too.
 """
 
 import atexit
@@ -30,7 +31,7 @@ PRELOADED = [
     "tyro",
     "zmq",
 ]
-PRELOADED += ["torch._dynamo"]  # the first optimizer imports it
+PRELOADED += ["torch._dynamo"]  # imported by the first optimizer
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def _context():
 
 
 def run(script, directory, flags, variables):
-    """Run a script to its end as ``subprocess.run`` does it, with its output as text."""
+    """Run a script to its end as ``subprocess.run`` does, with its output as text."""
     with tempfile.TemporaryDirectory() as outputs:
         paths = [os.path.join(outputs, name) for name in ("stdout", "stderr")]
         process = _context().Process(
@@ -54,10 +55,10 @@ def run(script, directory, flags, variables):
 
 
 class ForkServer:
-    """A process that waits, and becomes the one that forks workers in place of a new Python.
+    """A process that waits, and becomes the script's fork server, so that no new Python starts.
 
-    It is forked before the script has threads or sockets. It has as much of `subprocess.Popen` as
-    `launchers.forking` uses.
+    It is forked before the script has threads or sockets. This class has the part of the interface
+    of `subprocess.Popen` that `launchers.forking` uses.
     """
 
     def __init__(self):
@@ -76,7 +77,7 @@ class ForkServer:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         data, files, _, _ = socket.recv_fds(link, 2**20, 2)
         if not data:
-            os._exit(0)  # the script has forked no workers
+            os._exit(0)  # the script has not forked any workers
         link.close()
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -103,7 +104,7 @@ class ForkServer:
 
 
 def _prepare_fork_server():
-    """Have the first process that forks workers be one that is there already."""
+    """Let the script's first fork server be a process that exists already."""
     from clusterenv_runtime.launchers import forking
 
     servers = [ForkServer()]
@@ -116,7 +117,7 @@ def _prepare_fork_server():
 
 
 def _main(script, directory, flags, variables, stdout, stderr):
-    """Be ``python SCRIPT``, from an interpreter's first line to its last."""
+    """Act as ``python SCRIPT``, from the interpreter's start to its exit."""
     for number, path in ((1, stdout), (2, stderr)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,8 +1,8 @@
-"""Things that tests need of this machine and that it may not have.
+"""Requirements of tests that a machine may lack.
 
-Without them, the tests are skipped. With REQUIRE_ALL=1, as in .ci/run, they fail: there everything
-is installed, and nobody would notice a test that never runs. If the kernel itself refuses a system
-call, the test is skipped everywhere.
+If one is missing, the test is skipped. With REQUIRE_ALL=1, as in .ci/run, the test fails, because
+everything is installed there, and nobody would notice a test that never runs. If the kernel refuses
+a system call, the test is skipped everywhere.
 """
 
 import errno
@@ -24,7 +24,10 @@ os._exit(libc.unshare(int(sys.argv[1])) and ctypes.get_errno())
 
 
 def do_without(what, refusal=None):
-    """Skip this test for a missing thing, or fail it, unless there is a kernel's ``refusal``."""
+    """Skip this test because something is missing. With REQUIRE_ALL=1, fail it instead.
+
+    If the kernel refuses a system call, for the reason ``refusal``, the test is always skipped.
+    """
     if refusal is not None:
         pytest.skip(f"{what}; the kernel says: {refusal}")
     (pytest.fail if os.environ.get("REQUIRE_ALL") == "1" else pytest.skip)(what)
@@ -49,7 +52,10 @@ def refusal_of_ipv6():
 
 
 def process_namespace():
-    """Return the command that runs another as a namespace's first process, or do without."""
+    """Return the prefix of a command that runs it as the first process of a new pid namespace.
+
+    Without such namespaces, skip or fail this test.
+    """
     container = ["unshare", "--pid", "--fork", "--kill-child"]
     if shutil.which("unshare") is None:
         do_without("there is no command unshare (package util-linux)")

@@ -1,4 +1,4 @@
-"""Networks to test policies with, one for each kind of observation."""
+"""Networks for tests of policies, one for each kind of observation."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ def linear(inputs=3, outputs=3, seed=0):
 
 
 class ImageNet(nn.Module):
-    """For uint8 images; it refuses anything but the float32 that a policy should make of them."""
+    """A network for uint8 images. It accepts only float32, to which a policy must convert them."""
 
     def __init__(self, channels, outputs):
         super().__init__()
@@ -27,7 +27,7 @@ class ImageNet(nn.Module):
 
 
 class MixedNet(nn.Module):
-    """For Dict and Tuple observations: flattens all of it, in the order of the keys."""
+    """A network for Dict and Tuple observations, which it flattens in the order of the keys."""
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -46,21 +46,22 @@ def flat(observations):
 
 
 def change(policy, scale):
-    """Move all parameters by normal noise."""
+    """Add normal noise to all parameters."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(scale * torch.randn_like(parameter))
 
 
 def params_at(policy, observations):
-    """The distribution parameters ``(batch, ...)`` at a batch of arrays, as workers have them."""
+    """Return the distribution parameters ``(batch, ...)`` for a batch of arrays, as on workers."""
     starts = np.ones((1, len(observations)), bool)
     return params_along(policy, observations[None], starts, None)[0]
 
 
 def divergence_of(policy, observations, params):
-    """The policy's divergence from others that had these parameters, for each of several workers'
-    observations.
+    """Return the policy's divergence on each worker's observations.
+
+    ``params`` are the distribution parameters of the policies with which the workers acted.
     """
     parts = zip(observations, params, strict=True)
     return divergence(

@@ -1,6 +1,7 @@
-"""How long tests wait, for machines of any load. A test gives expected events a long time. An event
-that it must not wait for takes even longer. A behavior that only a short timeout shows is tried
-once more with a longer one.
+"""Timeouts of tests that hold on machines of any load.
+
+A test allows a long time for an expected event. An event that a test must not wait for takes even
+longer. If a behavior shows only with a short timeout, the test tries longer timeouts, too.
 """
 
 import contextlib
@@ -9,9 +10,9 @@ import select
 import signal
 import time
 
-# seconds: at least ten times what anything here takes on an idle machine, and less than a test may
+# seconds: at least ten times what any event takes on an idle machine, and less than a test may take
 PATIENCE = 300.0
-HOUR = 3600.0  # seconds: an event that a test must not wait for takes so long
+HOUR = 3600.0  # seconds: the duration of an event that a test must not wait for
 
 
 @contextlib.contextmanager
@@ -30,7 +31,10 @@ def wait_until(condition, seconds=PATIENCE):
 
 
 def assert_ended(pids, seconds=PATIENCE):
-    """Wait until processes, ours or not, have ended; with 0 seconds they must have ended before."""
+    """Wait until processes have ended, which need not be children of this one.
+
+    With 0 seconds, they must have ended already.
+    """
     deadline = time.monotonic() + seconds
     for pid in pids:
         try:
@@ -43,7 +47,7 @@ def assert_ended(pids, seconds=PATIENCE):
 
 
 def kill(pid):
-    """End a process, and wait until it has ended."""
+    """Kill a process and wait until it has ended."""
     os.kill(pid, signal.SIGKILL)
     assert_ended([pid])
 
@@ -51,10 +55,10 @@ def kill(pid):
 def with_more_time(check, *arguments):
     """Call ``check`` with each of these timeouts in turn, shorter ones first, until it passes.
 
-    A busy machine breaks the short one: it loses a worker when it leaves its link without a core
-    for so long. A real mistake fails with the long one, too.
+    On a busy machine a check may fail with a short timeout, for example because a worker gets no
+    core for that long and counts as lost. A real mistake fails with the longest timeout, too.
     """
-    import pytest  # workers import this module, and do not need pytest
+    import pytest  # not at the top, because workers import this module and do not need pytest
 
     for argument in arguments[:-1]:
         try:

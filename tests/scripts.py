@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMES = int(os.environ.get("RESUME_TIMES", 1))  # how often a process is killed at a random moment
 
 
-# CartPole whose runs last on any machine: after the first STEPS of an environment each step takes
-# a while, until there is a file `go` in the working directory. The file `reset` there is written at
-# the first reset.
+# A CartPole whose runs last on any machine. After the first STEPS steps of an environment, each
+# step takes SECONDS longer, until the file `go` exists in the working directory. The first reset
+# writes the file `reset` there.
 LASTING_ID = "lasting_env:Lasting-v0"
 LASTING_ENV = """
 import os, pathlib, time
@@ -48,14 +48,14 @@ gym.register("Lasting-v0", Lasting, max_episode_steps=500)
 
 
 def environment(**extra):
-    """The environment variables of scripts, which import from their working directory, too."""
+    """Return the variables of scripts, which can import from their working directory."""
     wandb = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     wandb |= {"WANDB_X_SERVICE_WAIT": str(PATIENCE), "WANDB_INIT_TIMEOUT": str(PATIENCE)}
     return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}.", **wandb, **extra}
 
 
 def lasting(directory, steps, seconds=0.05):
-    """Put LASTING_ENV into a directory; return the flags of a run with it there."""
+    """Write LASTING_ENV into a directory, and return the flags of a run with it there."""
     Path(directory, "lasting_env.py").write_text(
         f"STEPS, SECONDS = {steps}, {seconds}\n{LASTING_ENV}"
     )
@@ -63,8 +63,10 @@ def lasting(directory, steps, seconds=0.05):
 
 
 def run(script, directory, *flags, **extra):
-    """Run to the end; return how it ended, and its output. Variables that Python itself reads need
-    a new process, but for PYTHONPATH.
+    """Run a script to its end, and return its exit code and output as a ``CompletedProcess``.
+
+    ``extra`` variables need a new process, because Python itself may read them. Only PYTHONPATH
+    does not.
     """
     if extra.keys() <= {"PYTHONPATH"}:
         return forked.run(ROOT / script, directory, flags, environment(**extra))
@@ -75,7 +77,7 @@ def run(script, directory, *flags, **extra):
 
 
 def train(script, directory, *flags, **extra):
-    """Run to the end; return the run's folder and its summary."""
+    """Run a script to its end, and return the run's folder and summary."""
     result = run(script, directory, *flags, **extra)
     assert result.returncode == 0, result.stderr
     (folder,) = Path(directory, "runs").iterdir()
@@ -83,7 +85,7 @@ def train(script, directory, *flags, **extra):
 
 
 def events_of(folder):
-    """A run's TensorBoard logs."""
+    """Return a run's TensorBoard logs."""
     events = EventAccumulator(str(folder))
     events.Reload()
     return events
@@ -94,12 +96,12 @@ def scalars(folder, tag):
 
 
 def children_of(pid):
-    """Pids of the processes that a process has started."""
+    """Return the pids of a process's children."""
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def fork_server_of(pid):
-    """The pid of the process that forks a head's workers; None if there is none."""
+    """Return the pid of a head's fork server, or None if there is none."""
     for child in children_of(pid):
         if b"clusterenv_runtime.worker.fork_server" in Path(f"/proc/{child}/cmdline").read_bytes():
             return child
@@ -107,7 +109,7 @@ def fork_server_of(pid):
 
 
 def workers_of(pid):
-    """Pids of the worker processes of a head, forked or not, by their index."""
+    """Return the pids of a head's worker processes, forked or not, by index."""
     server = fork_server_of(pid)
     workers = {}
     for child in children_of(pid) + ([] if server is None else children_of(server)):
@@ -121,8 +123,9 @@ def workers_of(pid):
 
 
 def ranks_of(pid, variable):
-    """Pids of the processes that torchrun or mpirun has started, by the rank that a variable gives
-    each.
+    """Return the pids of the processes that torchrun or mpirun has started, by rank.
+
+    ``variable`` is the environment variable that holds a process's rank.
     """
     ranks, begins = {}, f"{variable}=".encode()
     for child in children_of(pid):
@@ -139,8 +142,9 @@ def alive(pid):
 
 
 def start_and_await_training(script, directory, *flags):
-    """Start a run that lasts, see LASTING_ENV; return its process and its workers' pids once it
-    trains.
+    """Start a run that lasts, see LASTING_ENV, and wait until it trains.
+
+    Return its process and its workers' pids.
     """
     process = subprocess.Popen(
         [sys.executable, str(ROOT / script), *flags, *lasting(directory, 80)],
@@ -177,21 +181,22 @@ gym.register("Slow-v0", Slow, max_episode_steps=500)
 
 
 def write_slow_env(directory, far):
-    """Write a module into a directory; return the id of its environment.
+    """Write the module of a slow environment into a directory, and return the environment's id.
 
-    In its first chunk worker 0 waits until an environment of another worker has made ``far`` steps.
+    In its first chunk, worker 0 waits until an environment of another worker has made ``far``
+    steps.
     """
     Path(directory, "slow_env.py").write_text(SLOW_ENV.replace("FAR", str(far)))
     return "slow_env:Slow-v0"
 
 
 def parameters(scripts, later):
-    """These scripts as parameters of a test; those of ``later`` are left to `make test-all`."""
+    """Return these scripts as a test's parameters, those in ``later`` only for `make test-all`."""
     return [pytest.param(each, marks=[pytest.mark.long] * (each in later)) for each in scripts]
 
 
 def check_refusal(result, says):
-    """A run ended before it began, with one line."""
+    """Check that a run ended before it began, with one line."""
     assert result.returncode != 0
     assert (
         says in result.stderr
@@ -201,7 +206,7 @@ def check_refusal(result, says):
 
 
 def check_refusal_here(monkeypatch, script, directory, flags, says):
-    """The same in this process, which has imported everything already."""
+    """Check the same in this process, which has imported everything already."""
     with monkeypatch.context() as patch:
         patch.chdir(directory)
         patch.setattr(sys, "path", [*sys.path])
@@ -211,14 +216,15 @@ def check_refusal_here(monkeypatch, script, directory, flags, says):
     Distribution.set_default_validate_args(__debug__)  # as scripts set it otherwise
     line = str(exit.value.code)
     del exit
-    gc.collect()  # of the workers that it may have started
+    gc.collect()  # closes workers that the script may have started
     assert says in line and line.startswith("error: ") and "\n" not in line
     assert os.listdir(directory) == []
 
 
 def check_interruption(process, workers, number=signal.SIGINT, code=130):
-    """A signal ends a run cleanly before its end, with a line that says how to resume; return the
-    run's folder.
+    """Check that a signal interrupts a run cleanly, with a line that says how to resume it.
+
+    Return the run's folder.
     """
     assert len(workers) == 2
     process.send_signal(number)
@@ -233,7 +239,7 @@ def check_interruption(process, workers, number=signal.SIGINT, code=130):
 
 
 def check_loss_of_worker_1(process, workers):
-    """A killed worker ends a run with ``--on-worker-loss raise``, with its name."""
+    """Check that a killed worker ends a run with ``--on-worker-loss raise``, and is named."""
     os.kill(workers[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode != 0

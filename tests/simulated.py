@@ -1,4 +1,4 @@
-"""Workers without processes, sockets or a wall clock, for tests of the head."""
+"""Simulated workers for tests of the head, without processes, sockets or a wall clock."""
 
 import itertools
 
@@ -39,8 +39,8 @@ SIGKILL = Exit("killed by SIGKILL", by_signal=True)
 
 
 class Network:
-    """A transport on a clock of its own. What is sent to a worker goes to its `Process`, which may
-    answer.
+    """A transport with its own clock. A message to a worker goes to its `Process`, which may
+    respond.
     """
 
     address, key_file, directory, dropped = "ipc://nowhere", None, "nowhere", 0
@@ -62,7 +62,7 @@ class Network:
         ]
         if seconds is None:
             return [], closed
-        # A busy head grows older, too.
+        # Time passes for a busy head, too.
         self.now += 1e-3 if self.inbox or closed else max(seconds, 1e-3)
         received, self.inbox = self.inbox, []
         return received, closed
@@ -85,11 +85,11 @@ class Network:
 
 
 class Process:
-    """A worker's process: it says hello, and answers at once, unless it is ``stopped`` or
+    """A worker's process, which says hello and responds at once, unless it is ``stopped`` or
     ``cut_off``.
 
-    What it answers is its index, unless that is changed. It ends when it is told to close if it
-    ``leaves``.
+    It responds with its index, or with any other ``answer`` that is set. If it ``leaves``, it ends
+    when it is told to close.
     """
 
     numbers = itertools.count()
@@ -105,7 +105,7 @@ class Process:
         self.network.deliver(self.identity, None, hello)
 
     def hear(self, seq, request):
-        """Take a message as a worker decodes it, and say whether the link is open."""
+        """Take a message as a worker decodes it. Return whether the link is open."""
         if self.cut_off:
             return False
         seq, request = decode_from_head(encode((seq, request)))
@@ -121,7 +121,7 @@ class Process:
 
 
 class Processes(Launcher):
-    """A launcher of such processes, which greet as soon as they are started."""
+    """A launcher of these processes, which say hello as soon as they are started."""
 
     name, greets = "simulated", True
 
@@ -147,19 +147,19 @@ class Processes(Launcher):
 
 
 def opens(asked, answer, *_):
-    """Take any answer for what was asked for."""
+    """Take any response as one to the request."""
     if isinstance(answer, Reply):
         answer.value = msgspec.msgpack.decode(answer.value)
     return answer
 
 
 def a_part(waited=0.0):
-    """The header of a part of a rollout, which `opens` takes."""
+    """Return the header of a part of a rollout, which `opens` accepts."""
     return Part(1, {}, 0, 0, [], {}, waited)
 
 
 class AnyEnvs:
-    """A blueprint of environments that are as they should be, whatever a worker tells of them."""
+    """A blueprint that accepts whatever a worker reports about its environments."""
 
     layout = EnvLayout(SPACE, ACTIONS)
 
@@ -168,8 +168,9 @@ class AnyEnvs:
 
 
 class Simulation:
-    """A pool of ``number`` workers with one environment each, on a `Network`; ``opener`` opens
-    their answers.
+    """A pool of ``number`` workers with one environment each, on a `Network`.
+
+    ``opener`` decodes their responses.
     """
 
     def __init__(self, number, max_restarts=3, launcher=Processes, start=True, opener=opens):
@@ -195,17 +196,17 @@ class Simulation:
             self.pool.start(number)
 
     def call(self, *indices, timeout=None, message=CALL):
-        """Ask these workers, or all, and return what they answer."""
+        """Send a request to these workers, or to all, and return the values of their replies."""
         asked = [self.workers[index] for index in indices] if indices else self.workers
         seqs = [self.pool.ask(worker, message) for worker in asked]
         return [request.response.value for request in self.pool.gather(seqs, timeout)]
 
     def wait(self, seconds):
-        """Serve the workers for so long, whoever is awaited."""
+        """Handle the workers' messages for this many seconds."""
         end = self.network.now + seconds
         self.pool.wait_until(lambda: self.network.now >= end, self.never())
 
     def never(self):
-        """A request that is not answered."""
+        """Return a request that is never answered."""
         self.launcher.of[0].stopped = True
         return [self.pool.ask(self.workers[0], Call("name"))]

@@ -1,11 +1,11 @@
-"""Nothing grows: many workers run for a long time, with rollouts, chunks and pulls, while memory
-and descriptors are watched.
+"""Run many workers for a long time, with rollouts, chunks and pulls, and check that neither memory
+nor descriptors grow.
 
     python -m tests.soak --minutes 30 --workers 16
 
-This prints its progress, and at the end the slopes (Theil-Sen) of each process's resident memory in
-the last three quarters of the time. It fails if a process has gained descriptors, or more than 2
-MiB an hour in each of the three.
+This prints its progress. At the end, it prints the slopes (Theil-Sen) of each process's resident
+memory in each of the last three quarters of the time. It fails if a process has gained descriptors,
+or more than 2 MiB per hour in each of the three quarters.
 """
 
 import argparse
@@ -37,12 +37,12 @@ def descriptors(pid):
 
 
 def soak(seconds, num_workers, say=print, samples=500):
-    """Return elapsed seconds, and for each sample and process (head, workers) its MiB and
-    descriptors.
+    """Run the workers. Return each sample's elapsed seconds, and each process's MiB and number of
+    descriptors, the head's first, as an array ``(samples, 1 + num_workers, 2)``.
     """
     torch.set_num_threads(1)
     env_fns = [partial(CountingEnv, length=50)] * (2 * num_workers)
-    # Made before the start, and written to: the watching itself must not grow.
+    # Allocated and written to before the start, so that the measurement itself does not grow.
     times, sizes = np.full(samples, -1.0), np.full((samples, 1 + num_workers, 2), -1.0)
     start, steps = time.monotonic(), 0
     with ClusterEnv(env_fns, num_workers, kl_threshold=0.0, bind_address="127.0.0.1") as envs:
@@ -78,8 +78,8 @@ def soak(seconds, num_workers, say=print, samples=500):
 
 
 def growth(times, sizes):
-    """Return each process's name, slopes in MiB an hour in the last three quarters, and gained
-    descriptors.
+    """Yield each process's name, its slopes in MiB per hour in the last three quarters, and its
+    gained descriptors.
     """
     quarters = np.array_split(np.arange(len(times)), 4)[1:]
     for number in range(sizes.shape[1]):
@@ -101,7 +101,7 @@ def main():
     for name, slopes, gained in growth(
         *soak(args.minutes * 60, args.workers, partial(print, flush=True))
     ):
-        # A leak grows all the time; malloc's arenas grow once in a while.
+        # A leak grows all the time, while malloc's arenas grow only now and then.
         leak = bool(min(slopes) > 2 or gained > 0)
         bad = bad or leak
         trend = ", ".join(f"{slope:+.2f}" for slope in slopes)

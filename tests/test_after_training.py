@@ -1,4 +1,4 @@
-"""What comes after training: the file of a model, playing it, and exporting it."""
+"""After training: the file of a model, playing the model, and exporting it."""
 
 import importlib
 import os
@@ -29,7 +29,7 @@ from .scripts import ROOT
 from .test_ppo_clusterenv import TINY
 
 PPO = "ppo_clusterenv"
-# Each script with its environment's spaces
+# Each script's environment, by its observation space and action space.
 CASES = {
     PPO: (Box(-1, 1, (4,)), Discrete(3)),
     "scripts.ppo_multilearner_clusterenv": (Box(-1, 1, (4,)), Discrete(3)),
@@ -45,7 +45,7 @@ CASES = {
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory of its own, as far as imports go, too."""
+    """Change to a new working directory, and restore the import path afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
@@ -58,7 +58,7 @@ def spaces(observation_space, action_space):
 
 
 def leave_model(directory, monkeypatch, name=PPO, script=None, kind="", env=None, **flags):
-    """Leave a model that is as it is before training in a run's directory; return its args."""
+    """Save an untrained model in a run's directory, and return its args."""
     module = importlib.import_module(name)
     args = module.Args(**flags)
     env = env or module.make_env(args.env_id, 0, False, "", **args.make_kwargs)()
@@ -72,7 +72,7 @@ def leave_model(directory, monkeypatch, name=PPO, script=None, kind="", env=None
 
 
 def command(monkeypatch, main, *flags):
-    """Run a command of ours in this process; return the line with which it exits, if any."""
+    """Run one of the package's commands in this process. Return its one-line error, if any."""
     monkeypatch.setattr(sys, "argv", ["command", *map(str, flags)])
     try:
         main()
@@ -82,7 +82,7 @@ def command(monkeypatch, main, *flags):
     return None
 
 
-def test_play_prints_returns_that_are_the_same_again(here, monkeypatch, capsys):
+def test_play_prints_the_same_returns_for_the_same_seed(here, monkeypatch, capsys):
     (here / "ppo_clusterenv.py").symlink_to(ROOT / "ppo_clusterenv.py")
     leave_model(here / "runs/x", monkeypatch, env_id="CartPole-v1", hidden_size=16)
     seen = []
@@ -127,7 +127,7 @@ def test_a_script_may_have_a_name_of_any_kind(here, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_best_model_of_a_run_is_filmed_as_its_script_plays_it(tmp_path):
+def test_play_records_a_video_of_the_best_model(tmp_path):
     flags = [*TINY, "--eval-interval", "64", "--run-name", "x"]
     folder, _ = scripts.train(PPO + ".py", tmp_path, *flags)
     result = subprocess.run(
@@ -143,7 +143,7 @@ def test_the_best_model_of_a_run_is_filmed_as_its_script_plays_it(tmp_path):
 
 
 @pytest.mark.long
-def test_a_resumed_run_leaves_the_videos_of_before_and_none_of_what_does_not_train(tmp_path):
+def test_a_resumed_run_keeps_earlier_videos_and_records_none_without_training(tmp_path):
     folder, _ = scripts.train(PPO + ".py", tmp_path, *TINY, "--capture-video", "--run-name", "x")
     before = {path: path.read_bytes() for path in tmp_path.glob("videos/x/*.mp4")}
     assert before
@@ -163,7 +163,7 @@ class Unpickled:
         return os.mkdir, ("executed",)
 
 
-def test_nothing_of_a_file_is_executed(here, monkeypatch):
+def test_nothing_in_a_model_file_is_executed(here, monkeypatch):
     leave_model(here / "run", monkeypatch, env_id="CartPole-v1")
     path = here / "run/ppo_clusterenv.cleanrl_model"
     script = "import os\nos.mkdir('executed')\nArgs = make_env = make_policy = None\n"
@@ -233,7 +233,7 @@ def test_each_mistake_is_one_line(here, monkeypatch):
 
 
 class Own(Policy):
-    """A user's policy: with memory that begins with what it has learned, and two observations."""
+    """A user's policy with two observations, and a memory whose initial state is learned."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ OWN = Dict({"near": Box(0, 9, (2,), np.int64), "far": Box(-1, 1, (3,), np.float6
 
 
 def made(name):
-    """A policy with weights that are drawn, and its observations' space."""
+    """Return a policy with random weights, and its observation space."""
     torch.manual_seed(2)
     if name == "own":
         return Own(), OWN
@@ -279,7 +279,9 @@ def made(name):
 
 
 def acted(policy, observations, starts):
-    """What environments get from a worker that evaluates by this policy, in each step."""
+    """Return the actions that environments get in each step from a worker that evaluates this
+    policy.
+    """
     actor = Actor(takes_mode=True)
     actor.load(policy, [part.numpy() for part in flat_weights(policy)])
     actor.start(starts[0])
@@ -303,7 +305,7 @@ def test_an_exported_policy_acts_as_on_a_worker(tmp_path, name):
     rng = np.random.default_rng(3)
     space = gym.vector.utils.batch_space(space, 20)
     space.seed(4)
-    observations = [space.sample() for _ in range(5)]  # a hundred in all
+    observations = [space.sample() for _ in range(5)]  # 100 in all
     starts = [np.ones(20, bool), *(rng.random(20) < 0.3 for _ in range(4))]
     shapes = {given.name: given.shape[1:] for given in session.get_inputs()}
     state = {name: np.zeros((20, *shapes[name]), np.float32) for name in names if "state" in name}
@@ -326,7 +328,7 @@ def test_an_exported_policy_acts_as_on_a_worker(tmp_path, name):
     "name",
     ["own", "scripts.sac_clusterenv", pytest.param("dqn_clusterenv", marks=pytest.mark.long)],
 )
-def test_an_exported_policy_draws_as_it_does_itself(tmp_path, name):
+def test_an_exported_policy_draws_the_same_actions_from_the_same_noise(tmp_path, name):
     onnxruntime = pytest.importorskip("onnxruntime")
     policy, space = made(name)
     path = str(tmp_path / "model.onnx")
@@ -347,11 +349,12 @@ def test_an_exported_policy_draws_as_it_does_itself(tmp_path, name):
         else:
             params = policy(inputs["observation"].float())
         expected = policy.to_env(policy.act(params, noise))
-    # A drawn action is a number of float32 times a deviation of up to e², here by other kernels.
+    # A drawn action is a float32 number times a standard deviation of up to e². ONNX computes it by
+    # other kernels.
     np.testing.assert_allclose(actions, expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_torch_export_is_for_what_onnx_cannot(tmp_path):
+def test_torch_export_computes_the_same_as_the_policy(tmp_path):
     policy, space = made("own")
     path = str(tmp_path / "model.pt2")
     said = export(policy, space, path)
@@ -367,7 +370,7 @@ def test_torch_export_is_for_what_onnx_cannot(tmp_path):
 
 
 class Odd(Policy):
-    """Has a mode only if it is told to; and adds a number that it draws."""
+    """A policy that adds a random number to its parameters, and may have no mode."""
 
     def __init__(self, adds=0.0, has_mode=True):
         super().__init__()
@@ -380,7 +383,7 @@ class Odd(Policy):
         return Categorical(logits=params) if self.has_mode else Distribution(validate_args=False)
 
 
-def test_a_file_that_would_compute_something_else_is_not_left(tmp_path):
+def test_a_failed_export_leaves_the_previous_file(tmp_path):
     pytest.importorskip("onnxruntime")
     space = Box(-1, 1, (2,))
     path = tmp_path / "model.pt2"

@@ -1,4 +1,4 @@
-"""Learners of other libraries learn the same as without workers, to the last bit."""
+"""Learners of other libraries learn the same with workers as without, to the last bit."""
 
 from functools import partial
 
@@ -31,8 +31,8 @@ def network(inputs, outputs):
 
 
 def on_policy(envs, continuous=False):
-    """Actor and critic, from rollouts of all environments, as CleanRL's ppo.py and
-    ppo_continuous_action.py.
+    """Train an actor and a critic on rollouts of all environments, as CleanRL's ppo.py and
+    ppo_continuous_action.py do. Return their weights and the episodes' returns.
     """
     inputs = envs.single_observation_space.shape[0]
     outputs = envs.single_action_space.shape[0] if continuous else envs.single_action_space.n
@@ -66,7 +66,9 @@ def on_policy(envs, continuous=False):
 
 
 def off_policy(envs, continuous=False):
-    """A critic from a replay buffer, as CleanRL's dqn.py, c51.py and sac_continuous_action.py."""
+    """Train a critic, and an actor, on a replay buffer, as CleanRL's dqn.py, c51.py and
+    sac_continuous_action.py do. Return their weights and the episodes' returns.
+    """
     inputs, random = envs.single_observation_space.shape[0], np.random.default_rng(1)
     width = envs.single_action_space.shape[0] if continuous else 0
     critic = network(inputs + width, 1 if continuous else envs.single_action_space.n)
@@ -118,7 +120,7 @@ def off_policy(envs, continuous=False):
 @pytest.mark.parametrize(
     "make, continuous", [(cartpole, False), (pendulum, True)], ids=["discrete", "continuous"]
 )
-def test_one_constructor_changed_learns_the_same(learn, make, continuous):
+def test_a_learner_with_only_its_constructor_changed_learns_the_same(learn, make, continuous):
     learned = []
     for constructor in (SyncVectorEnv, lambda env_fns: ClusterEnv(env_fns, 2, worker_timeout=HOUR)):
         torch.manual_seed(1)
@@ -145,7 +147,7 @@ def clusters(env_fns):
     return ClusterVecEnv(env_fns, 2, worker_timeout=HOUR)
 
 
-def test_stable_baselines3s_vec_env_is_its_own_one():
+def test_the_vec_env_for_stable_baselines3_behaves_like_dummy_vec_env():
     pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv
@@ -195,7 +197,7 @@ def test_stable_baselines3s_vec_env_is_its_own_one():
             each.close()
 
 
-def test_what_stable_baselines3_sets_is_also_set_for_a_replacement():
+def test_attributes_set_by_stable_baselines3_are_also_set_in_a_replacement():
     pytest.importorskip("stable_baselines3")
     envs = clusters([partial(monitored, CountingEnv)] * 3)
     try:

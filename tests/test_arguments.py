@@ -1,4 +1,4 @@
-"""Flags of a resumed run, and of the runtime: the accepted ones, and those refused in one line."""
+"""Flags of resumed runs and of the runtime, accepted ones and those refused with one line."""
 
 import importlib
 import io
@@ -34,7 +34,7 @@ def refusal(monkeypatch, args, *flags):
 
 
 def whole(args, step):
-    """The least content of a checkpoint of a run."""
+    """Return the minimal content of a run's checkpoint."""
     return {
         "args": args,
         "parts": {},
@@ -47,7 +47,7 @@ def whole(args, step):
 
 @pytest.fixture
 def run_x(tmp_path, monkeypatch):
-    """A working directory with a run, runs/x, whose flags are not the default ones."""
+    """Change to a new directory with a run, runs/x, whose flags differ from the defaults."""
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/x")
     args = vars(
@@ -121,7 +121,7 @@ def test_a_run_that_cannot_be_resumed_is_one_line(run_x, monkeypatch, flags, say
 @pytest.mark.parametrize(
     "name", ["dqn_clusterenv", "scripts.dqn_atari_clusterenv", "scripts.sac_clusterenv"]
 )
-def test_when_learning_starts_is_settled(tmp_path, monkeypatch, name):
+def test_learning_starts_cannot_change_on_resume(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     os.makedirs("runs/x")
     args = vars(importlib.import_module(name).Args(num_envs=2, learning_starts=16))
@@ -145,7 +145,7 @@ RUNNING_CODE = [
 
 @pytest.fixture
 def added_launcher(tmp_path):
-    """A directory to import from, in which a package has a launcher by the name `added`."""
+    """Return a directory to import from, with a package that has a launcher named `added`."""
     (tmp_path / "added_launcher.py").write_text(
         "from clusterenv_runtime import LocalLauncher as Added\n"
     )
@@ -159,10 +159,10 @@ def added_launcher(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value", "flag"), RUNNING_CODE)
-def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_again(
+def test_a_flag_that_can_run_code_is_not_taken_from_a_run_but_accepted_if_given_again(
     run_x, added_launcher, monkeypatch, name, value, flag
 ):
-    args = ppo_clusterenv.Args(**{name: value, "bind_address": "127.0.0.1"})  # keys are for tcp
+    args = ppo_clusterenv.Args(**{name: value, "bind_address": "127.0.0.1"})  # keys need TCP
     save_checkpoint("runs/x", whole(vars(args), 6), 6)
     monkeypatch.syspath_prepend(added_launcher)
     write_key_file("their.key", HeadKeys.make())
@@ -177,7 +177,7 @@ def test_what_runs_code_is_not_taken_from_a_run_but_accepted_if_it_is_given_agai
     assert getattr(Run(parse(ppo_clusterenv.Args), fixed=["env_id"]).args, name) == value
 
 
-def test_what_runs_code_is_refused_all_at_once_and_another_value_may_be_given(run_x, monkeypatch):
+def test_flags_that_can_run_code_are_refused_together_and_may_get_other_values(run_x, monkeypatch):
     args = vars(ppo_clusterenv.Args(worker_prefix="touch owned", env_id="owned:Env-v0"))
     save_checkpoint("runs/x", whole(args, 6), 6)
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
@@ -221,14 +221,14 @@ def changed(state, path, value):
         ("args.env_id", ["CartPole-v1"], "env_id"),
     ],
 )
-def test_a_value_that_cannot_be_is_one_line(run_x, monkeypatch, path, value, says):
+def test_an_invalid_value_in_a_checkpoint_is_one_line(run_x, monkeypatch, path, value, says):
     state = whole(vars(ppo_clusterenv.Args()), 6)
     changed(state, path, value)
     save_checkpoint("runs/x", state, 6)
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
 
 
-def test_a_run_is_resumed_beside_a_link_to_what_is_gone(run_x, monkeypatch, caplog):
+def test_a_run_with_a_dangling_link_to_a_checkpoint_is_resumed(run_x, monkeypatch, caplog):
     link = f"runs/x/checkpoint-9-{'0' * 64}.pt"
     os.symlink("purged", link)
     monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
@@ -236,22 +236,22 @@ def test_a_run_is_resumed_beside_a_link_to_what_is_gone(run_x, monkeypatch, capl
     assert not caplog.records
 
 
-ESCAPE = "\x1b[2J"  # it clears a terminal
+ESCAPE = "\x1b[2J"  # clears a terminal
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("env_id", f"Pong{ESCAPE}"),  # not the command line's
+        ("env_id", f"Pong{ESCAPE}"),  # differs from the command line's value
         ("env_kwargs", f"a={ESCAPE}"),
-        ("interface", f"lo{ESCAPE}"),  # there is no interface of that name
+        ("interface", f"lo{ESCAPE}"),  # no interface has this name
         ("bind_address", f"127.0.0.1{ESCAPE}"),
         ("worker_resources", f"CPU{ESCAPE}"),
-        (f"unknown{ESCAPE}", 1),  # of another script
-        ("learning_rate", ESCAPE),  # no number
+        (f"unknown{ESCAPE}", 1),  # a flag of another script
+        ("learning_rate", ESCAPE),  # not a number
     ],
 )
-def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
+def test_escape_sequences_in_a_checkpoint_do_not_reach_the_terminal(
     run_x, monkeypatch, name, value
 ):
     args = {**vars(ppo_clusterenv.Args()), name: value}
@@ -262,10 +262,10 @@ def test_what_a_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
     assert name == "learning_rate" or r"\x1b[2J" in line
 
 
-def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
+def test_escape_sequences_in_a_foreign_checkpoint_do_not_reach_the_terminal(
     run_x, monkeypatch, caplog
 ):
-    # A pickle that asks for a class of this name, which loading refuses by name.
+    # A pickle that refers to a class of this name. torch names the class when it refuses it.
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("x/data.pkl", f"\x80\x02cmodule{ESCAPE}\nname\n.".encode("latin-1"))
@@ -278,7 +278,7 @@ def test_what_a_foreign_checkpoint_holds_does_not_reach_the_terminal_as_it_is(
     assert warning == f"skipped the checkpoint {path}: {problem}"
 
 
-def test_the_line_that_says_how_to_go_on_is_printable(monkeypatch):
+def test_the_line_that_says_how_to_resume_is_printable(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     args = ppo_clusterenv.Args(worker_prefix=f"nice {ESCAPE}")
     line = resume.resume_command(args, f"runs/{ESCAPE}", ["python"])
@@ -335,7 +335,7 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path, workers):
     ]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args = parse(dqn_clusterenv.Args)
-    assert os.listdir() == []  # a parser makes nothing
+    assert os.listdir() == []  # parsing creates no files
     options = args.options()
     assert options["interface"] == "lo" and options["max_policy_lag"] == 40
     with ClusterEnv([CountingEnv], **options) as envs:

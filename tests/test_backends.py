@@ -1,5 +1,5 @@
-"""Environments that step together: their rollouts must be those of Gymnasium's environments, for
-every kind of reset.
+"""Environments that step together: their rollouts match those of Gymnasium's environments, in every
+autoreset mode.
 """
 
 import functools
@@ -32,7 +32,7 @@ from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import MixedNet, change, linear
 
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
-VECTORIZED = "tests.vectorized:VectorCartPole-v0"  # registered with a vector version
+VECTORIZED = "tests.vectorized:VectorCartPole-v0"  # an environment that has a vector version
 FIELDS = "starts observations actions logprobs rewards terminations truncations final_observations "
 FIELDS += "next_observations policy_versions episodic_returns episodic_lengths"
 
@@ -45,7 +45,7 @@ def backend(request):
 
 
 def make_by(backend, env_id, num_envs, **kwargs):
-    """Make environments that step together: Gymnasium's `SyncVectorEnv`, or EnvPool's."""
+    """Make environments that step together: Gymnasium's in a `SyncVectorEnv`, or EnvPool's."""
     if backend == "envpool":
         return make_vec(backend, env_id, num_envs, **kwargs)
     return gym.make_vec(
@@ -68,7 +68,9 @@ def following(rollout):
 
 
 def moved(observations, actions):
-    """CartPole's equations of motion, after Barto, Sutton and Anderson (1983)."""
+    """Return the next observations by CartPole's equations of motion, from Barto, Sutton and
+    Anderson (1983).
+    """
     x, speed, angle, spin = np.moveaxis(observations.astype(np.float64), -1, 0)
     push = np.where(actions == 1, 10.0, -10.0)
     pulled = (push + 0.05 * spin**2 * np.sin(angle)) / 1.1
@@ -81,7 +83,7 @@ def moved(observations, actions):
     )
 
 
-def test_every_step_is_one_of_cartpole(backend):
+def test_every_step_follows_the_equations_of_cartpole(backend):
     policy, limit = CategoricalPolicy(linear(4, 2)), 25
     make = partial(make_by, backend, "CartPole-v1", max_episode_steps=limit)
     found = rollouts(make, policy, 50, times=4, num_envs=7, weights="float32")
@@ -90,8 +92,8 @@ def test_every_step_is_one_of_cartpole(backend):
         np.testing.assert_allclose(led_to, moved(observations, actions), atol=1e-5)
         assert (rollout.rewards == 1).all()
         fallen = (np.abs(led_to[..., 0]) > 2.4) | (np.abs(led_to[..., 2]) > np.deg2rad(12))
-        # In the step in which the time is up, EnvPool does not say whether there was another end,
-        # too.
+        # In the step that reaches the time limit, EnvPool does not report whether the episode would
+        # have terminated, too.
         if backend == "envpool":
             fallen &= ~rollout.truncations
         np.testing.assert_array_equal(fallen, rollout.terminations)
@@ -112,7 +114,7 @@ def test_every_step_is_one_of_cartpole(backend):
 
 @functools.cache
 def episodes_of(backend, env_id):
-    """Return returns and lengths of a random policy's first four episodes in each of 16
+    """Return the returns and lengths of a random policy's first four episodes in each of 16
     environments.
     """
     env = gym.make(env_id)
@@ -123,7 +125,7 @@ def episodes_of(backend, env_id):
         env_fns, kwargs = partial(make_vec, backend, env_id), {"num_envs": 16}
     (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
     rows = np.nonzero(found.terminations | found.truncations)[1]
-    # Among all episodes that end in that time, short ones would be too many.
+    # Among all episodes that end in this time, short episodes would be overrepresented.
     assert np.bincount(rows, minlength=16).min() >= 4
     first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
     return found.episodic_returns[first], found.episodic_lengths[first]
@@ -181,7 +183,7 @@ def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
 
 
 class Bytes(SyncVectorEnv):
-    """Observes in another dtype than its space says."""
+    """Environments whose observations have a different dtype than their space."""
 
     def reset(self, **options):
         observations, infos = super().reset(**options)
@@ -205,7 +207,7 @@ def test_observations_get_the_dtype_of_their_space():
     "mode, kind",
     [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.SAME_STEP, GaussianPolicy)],
 )
-def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
+def test_log_probs_and_divergence_belong_to_the_delivered_observations(mode, kind):
     space = spaces.Dict(
         a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3), c=spaces.Box(0, 255, (1, 2), np.uint8)
     )
@@ -225,7 +227,7 @@ def test_log_probs_and_divergence_are_of_what_was_seen(mode, kind):
     with ClusterEnv(Together(make), 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
         envs.reset(seed=1)
         found = [envs.rollout(policy, 9, overlap=step < 3) for step in range(4)]
-        assert envs.divergence.max() < 1e-6  # it is the same policy on all observations
+        assert envs.divergence.max() < 1e-6  # the same policy acted on all observations
         envs.send(7)
         found += [envs.recv()[1] for _ in range(2)]
         acted = deepcopy(policy)
@@ -264,7 +266,7 @@ def test_seeds(backend):
         )
 
     with made(2) as envs:
-        # Unseeded and seeded.
+        # The unseeded observations and the seeded ones.
         assert len({*envs.reset()[0][:, 0], *envs.reset(seed=1)[0][:, 0]}) == 8
         first, again, rollout = begin(envs)
         assert (first != envs.reset(seed=2)[0]).any()
@@ -274,7 +276,7 @@ def test_seeds(backend):
     for name in FIELDS.split():
         assert_same(getattr(second, name), getattr(rollout, name), name)
     assert len({*first[:, 0], *again[:, 0]}) == 8
-    with made(1) as envs:  # each environment has its own seed, the seed plus its row
+    with made(1) as envs:  # each environment's seed is the seed plus its row
         np.testing.assert_array_equal(first, envs.reset(seed=1)[0])
 
 
@@ -327,7 +329,7 @@ def make_breakout(num_envs, **kwargs):
 
 
 @pytest.mark.long
-def test_ales_own_version_has_one_thread_and_each_frame_once():
+def test_ales_own_vector_version_has_one_thread_and_sends_each_frame_once():
     before = len(os.listdir("/proc/self/task"))
     envs = make_breakout(4)
     assert len(os.listdir("/proc/self/task")) == before + 1
@@ -346,14 +348,14 @@ def test_ales_own_version_has_one_thread_and_each_frame_once():
 def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
     policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
     with ClusterEnv(Together(make_breakout), 1, num_envs=2, worker_timeout=5) as envs:
-        envs.reset(seed=7)  # its fresh seeds have 32 bits, of which ALE takes 31
+        envs.reset(seed=7)  # fresh seeds of 32 bits would be too large for ALE
         os.kill(next(iter(workers())), signal.SIGKILL)
         envs.rollout(policy, 5)
         assert len(envs.restarts) == 1
 
 
 class OneObject(gym.vector.VectorEnv):
-    """Environments that are one object, and get its ``grade`` as reward."""
+    """Environments in one object, whose ``grade`` is their reward."""
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
     single_observation_space, single_action_space = spaces.Box(0, 1, (1,)), spaces.Discrete(2)
@@ -374,7 +376,7 @@ class OneObject(gym.vector.VectorEnv):
 
 
 class Graded(CountingEnv):
-    """One environment that gets its ``grade`` as reward."""
+    """A single environment, whose ``grade`` is its reward."""
 
     grade = 0.0
 
@@ -388,7 +390,7 @@ def in_a_loop(num_envs):
 
 
 @pytest.mark.parametrize("make", [OneObject, pytest.param(in_a_loop, marks=pytest.mark.long)])
-def test_what_is_set_reaches_them_and_their_replacements(make, workers):
+def test_attributes_are_set_in_environments_that_step_together_and_in_replacements(make, workers):
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv(Together(make), 2, num_envs=4) as envs:
         envs.reset(seed=1)
@@ -404,7 +406,7 @@ def test_what_is_set_reaches_them_and_their_replacements(make, workers):
                 envs.set_attr("weight", 1)
 
 
-def test_only_a_policy_steps_them():
+def test_environments_that_step_together_are_only_stepped_by_a_policy():
     make = partial(make_by, "sync", "CartPole-v1")
     with ClusterEnv(Together(make), 2, num_envs=4) as envs:
         envs.reset(seed=1)
@@ -463,10 +465,10 @@ def test_lunar_lander_v2_which_gymnasium_no_longer_has():
 @pytest.mark.parametrize(
     "backend, script", [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")]
 )
-def test_scripts_train_on_them(backend, script, tmp_path):
+def test_scripts_train_on_environments_that_step_together(backend, script, tmp_path):
     if backend == "envpool":
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    # Gymnasium has no LunarLander-v2 any more.
+    # Gymnasium no longer has LunarLander-v2.
     env_id = {"vector": VECTORIZED, "envpool": "LunarLander-v2"}[backend]
     flags = [
         "--env-id",

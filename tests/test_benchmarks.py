@@ -1,4 +1,4 @@
-"""The benchmarks run: each in a small form, so that a change of the runtime breaks none unseen."""
+"""Small runs of all benchmarks, so that no change of the runtime breaks a benchmark unnoticed."""
 
 import subprocess
 import sys

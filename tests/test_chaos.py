@@ -1,5 +1,5 @@
-"""A short `tests.chaos`: training ends, and every requested transition has come once and complete,
-whatever was hit.
+"""Short runs of `tests.chaos`: training ends, and every requested transition is delivered once and
+complete, whatever was hit.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def test_training_under_fire(tmp_path, script, flags):
     if "transitions_inserted" in summary:
         assert summary["transitions_inserted"] == summary["global_step"]
     assert len(faults) == 4 and len(report["restarts"]) >= 2
-    # A worker that is stopped while it starts has 60 s for that, and may be hit again.
+    # A worker that is stopped while it starts is lost after 60 s, and may then be hit again.
     assert report["longest"] < 240
     if reason:
         refusal = refusal_of_namespaces("net")

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, the last two kept, never unpickled freely."""
+"""Checkpoints are complete or absent, the last two are kept, and loading one executes no code."""
 
 import errno
 import hashlib
@@ -45,7 +45,7 @@ def saved_in(directory):
 
 
 def assert_same_state(actual, expected):
-    """Equal to the last bit, tensors included."""
+    """Assert that two states are equal to the last bit, including their tensors."""
 
     def plain(value):
         if isinstance(value, torch.Tensor):
@@ -103,13 +103,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplo
     assert [record.getMessage() for record in caplog.records] == [
         f"skipped the checkpoint {newer}: it is damaged"
     ]
-    # A successor of the older one supersedes the damaged one, and leaves two good ones.
+    # The next checkpoint replaces the damaged one, which leaves two good ones.
     save_checkpoint(tmp_path, state(3), 2)
     assert saved_in(tmp_path)[0] == older and not newer.exists()
     assert_same_state(load_checkpoint(tmp_path), state(3))
 
 
-def test_what_cannot_be_loaded_is_one_clear_error(tmp_path):
+def test_a_directory_without_a_good_checkpoint_is_one_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match=f"^there is no run {tmp_path}/nothing$"):
         load_checkpoint(tmp_path / "nothing")
     (tmp_path / "checkpoint-1.pt").write_bytes(b"not by us")
@@ -125,13 +125,13 @@ def test_what_cannot_be_loaded_is_one_clear_error(tmp_path):
 
 
 @pytest.mark.parametrize("item", [np.float64(1), np.zeros(2), {1}, os, b""])
-def test_what_could_not_be_loaded_is_not_saved(tmp_path, item):
+def test_a_value_that_could_not_be_loaded_is_not_saved(tmp_path, item):
     with pytest.raises(TypeError, match=r"state\['a'\]\[1\]"):
         save_checkpoint(tmp_path, {"a": [1, item]}, 1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_could_not_be_loaded_is_no_key(tmp_path):
+def test_a_key_that_could_not_be_loaded_is_not_saved(tmp_path):
     with pytest.raises(
         TypeError, match=r"a checkpoint cannot hold a key of state\['a'\], which is a numpy.int64"
     ):
@@ -139,8 +139,9 @@ def test_what_could_not_be_loaded_is_no_key(tmp_path):
 
 
 def foreign_checkpoint(directory, data):
-    """Put a checkpoint of these bytes, with a name that fits them, into a directory; return its
-    path.
+    """Write a checkpoint of these bytes, under the name that fits them, into a directory.
+
+    Return its path.
     """
     path = Path(directory, f"checkpoint-{999:012d}-{hashlib.sha256(data).hexdigest()}.pt")
     path.write_bytes(data)
@@ -164,21 +165,21 @@ NO_FILES = {
 
 
 def odd_entry(directory, make, step):
-    """Put an entry that is no file in a checkpoint's place; return its path."""
+    """Create an entry that is not a file under a checkpoint's name, and return its path."""
     path = directory / f"checkpoint-{step:012d}-{'0' * 64}.pt"
     make(path)
     return path
 
 
 @pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
-def test_what_is_no_file_is_no_checkpoint(tmp_path, make):
+def test_an_entry_that_is_not_a_file_is_not_a_checkpoint(tmp_path, make):
     odd_entry(tmp_path, make, 1)
     assert not has_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="^there is no checkpoint in "):
         load_checkpoint(tmp_path)
 
 
-def test_a_link_to_a_checkpoint_is_one_while_it_leads_there(tmp_path):
+def test_a_link_to_a_checkpoint_is_loaded_until_its_target_is_gone(tmp_path):
     there, here = tmp_path / "there", tmp_path / "here"
     for directory in (there, here):
         directory.mkdir()
@@ -192,7 +193,7 @@ def test_a_link_to_a_checkpoint_is_one_while_it_leads_there(tmp_path):
 
 
 @pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
-def test_what_is_no_file_keeps_no_checkpoint_from_being_saved_removed_or_loaded(
+def test_an_entry_that_is_not_a_file_does_not_stop_saving_removing_or_loading(
     tmp_path, caplog, make
 ):
     odd = {step: odd_entry(tmp_path, make, step) for step in (0, 3, 7)}
@@ -212,7 +213,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_re
 ):
     kept, unlink = [], Path.unlink
 
-    def refuse_one(path, missing_ok=False):  # as for an immutable file, which root alone can make
+    def refuse_one(path, missing_ok=False):  # as for an immutable file, which only root can create
         if path in kept:
             raise PermissionError(errno.EPERM, "Operation not permitted")
         unlink(path, missing_ok)
@@ -242,7 +243,7 @@ while True:
 
 
 @pytest.mark.long
-def test_whoever_reads_the_checkpoints_of_a_live_run_always_gets_a_good_one(tmp_path, caplog):
+def test_a_reader_of_a_live_runs_checkpoints_always_gets_a_good_one(tmp_path, caplog):
     process = subprocess.Popen(
         [sys.executable, "-c", LIVE, tmp_path], env=environment(), stdout=subprocess.PIPE, text=True
     )
@@ -268,7 +269,7 @@ def test_no_link_is_written_through(tmp_path):
     assert not (tmp_path / "experiment.cleanrl_model").is_symlink() and len(saved_in(tmp_path)) == 1
 
 
-def test_a_save_that_fails_leaves_nothing_but_the_one_before(tmp_path, monkeypatch):
+def test_a_failed_save_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch):
     save_checkpoint(tmp_path, state(1), 1)
     before = list(tmp_path.iterdir())
 
@@ -281,7 +282,7 @@ def test_a_save_that_fails_leaves_nothing_but_the_one_before(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == before
 
 
-def test_what_is_saved_is_on_disk_before_it_has_its_name_and_then_that_is(tmp_path, monkeypatch):
+def test_a_checkpoint_is_on_disk_before_it_gets_its_name_and_then_its_name(tmp_path, monkeypatch):
     synced, descriptors = [], len(os.listdir("/proc/self/fd"))
 
     def note(descriptor):
@@ -307,7 +308,7 @@ def no_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_says_so_and_leaves_nothing_but_the_one_before(tmp_path):
+def test_a_full_disk_is_an_error_and_leaves_only_the_previous_checkpoint(tmp_path):
     save_checkpoint(tmp_path, state(1), 1)
     before = list(tmp_path.iterdir())
     with no_room(), pytest.raises(OSError, match="too large"):
@@ -315,7 +316,7 @@ def test_a_full_disk_says_so_and_leaves_nothing_but_the_one_before(tmp_path):
     assert list(tmp_path.iterdir()) == before
 
 
-def test_why_a_file_cannot_be_opened_is_said(tmp_path, monkeypatch):
+def test_the_error_says_why_a_file_cannot_be_opened(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -347,7 +348,7 @@ while True:
 def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_path, caplog):
     save_checkpoint(tmp_path, {"step": 0}, 0)
     moment, times, unfinished, last = random.Random(0), 0, 0, 0
-    # This process, too, may be late: then it tries once more.
+    # If this process is late, the kill may come after the save. Then it tries again.
     while times < TIMES + 1 or not unfinished:
         times += 1
         process = subprocess.Popen(
@@ -359,7 +360,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_
         last = int(process.stdout.readline())
         for _ in range(moment.randrange(3)):
             last = int(process.stdout.readline())
-        # In the middle of the next one: some bytes of it are there, but not all of its 32 MiB.
+        # Kill it in the middle of the next save, when only a part of the 32 MiB is written.
         size = moment.randrange(1, 2**25)
         while process.poll() is None:
             with suppress(FileNotFoundError):
@@ -371,7 +372,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_
         last = int(rest[-1]) if rest else last
         unfinished += (tmp_path / "checkpoint.tmp").exists()
         loaded = load_checkpoint(tmp_path)
-        assert loaded["step"] in (last, last + 1)  # renamed, perhaps, but not reported yet
+        assert loaded["step"] in (last, last + 1)  # it may be renamed but not reported yet
         assert torch.equal(loaded["tensor"], torch.full((2**22,), loaded["step"]))
         assert len(saved_in(tmp_path)) in (2, 3)
     assert not caplog.records
@@ -387,7 +388,7 @@ def test_random_numbers_go_on_where_they_were():
             torch.rand(3).tolist(),
         )
 
-    random.gauss(0, 1), np.random.randn()  # each keeps a second one
+    random.gauss(0, 1), np.random.randn()  # each generator keeps a second number
     before = rng_state()
     expected = draw()
     assert draw() != expected
@@ -395,7 +396,7 @@ def test_random_numbers_go_on_where_they_were():
     assert draw() == expected
 
 
-def test_random_numbers_of_as_many_gpus_as_there_are_go_on(monkeypatch):
+def test_random_numbers_continue_on_as_many_gpus_as_there_are(monkeypatch):
     states, found = [torch.tensor([number]) for number in range(3)], {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)

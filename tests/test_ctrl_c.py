@@ -22,11 +22,11 @@ from .patience import PATIENCE
 from .scripts import ROOT
 from .simulated import Simulation, opens
 
-# The pool, without processes.
+# The pool with simulated workers.
 
 
 class Caller:
-    """Makes calls during which Ctrl-C only interrupts the pool, as a `ClusterEnv`'s do."""
+    """Makes calls during which Ctrl-C only interrupts the pool, as a `ClusterEnv`'s calls do."""
 
     def __init__(self, simulation):
         self._pool = simulation.pool
@@ -59,7 +59,7 @@ def test_ctrl_c_amid_a_wait_loses_nothing(monkeypatch, during):
     assert [request.response.value for request in simulation.pool.gather(seqs, timeout=9)] == [0, 1]
 
 
-def test_what_ctrl_c_interrupts_is_given_up():
+def test_a_request_that_ctrl_c_interrupts_is_given_up():
     simulation = Simulation(1)
     simulation.launcher.of[0].stopped = True
 
@@ -75,7 +75,7 @@ def test_what_ctrl_c_interrupts_is_given_up():
     assert [request.name for request in heard if isinstance(request, Call)] == ["next"]
 
 
-def test_a_step_whose_result_ctrl_c_takes_in_the_end_needs_a_reset():
+def test_a_step_that_ctrl_c_interrupts_at_its_end_needs_a_reset():
     class Stepping(Caller):
         @interruptible
         def step(self):
@@ -103,14 +103,14 @@ def test_a_second_ctrl_c_does_not_wait(monkeypatch):
     assert (len(pressed), simulation.pool.interrupt.error) == (1, None)
 
 
-def test_ctrl_c_between_waits_raises_where_it_comes():
+def test_ctrl_c_between_calls_raises_at_once():
     simulation = Simulation(1)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert simulation.call(0) == [0]
 
 
-def test_ctrl_c_is_held_again_after_a_notebook_has_let_go_of_it_and_let_go_of_in_the_end():
+def test_the_handler_is_set_again_after_a_notebook_resets_it_and_removed_on_close():
     simulation = Simulation(1)
     for _ in range(2):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as a notebook does for each cell
@@ -121,7 +121,7 @@ def test_ctrl_c_is_held_again_after_a_notebook_has_let_go_of_it_and_let_go_of_in
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
+def test_ctrl_c_during_close_leaves_nothing_open(monkeypatch, presses):
     simulation = Simulation(1)
     start, exchange, left = simulation.network.now, simulation.network.exchange, [None] * presses
 
@@ -140,7 +140,7 @@ def test_ctrl_c_amid_the_end_leaves_nothing_open(monkeypatch, presses):
     )
 
 
-def test_ctrl_c_comes_before_the_loss_that_comes_with_it(monkeypatch):
+def test_ctrl_c_is_raised_before_the_death_of_a_worker_at_the_same_time(monkeypatch):
     simulation = Simulation(2, max_restarts=0)
     simulation.launcher.of[1].die()
     supervisor, describe = simulation.supervisor, simulation.supervisor.describe
@@ -156,7 +156,7 @@ def test_ctrl_c_comes_before_the_loss_that_comes_with_it(monkeypatch):
         simulation.call(1)
 
 
-def test_a_handler_of_the_program_s_own_is_kept():
+def test_the_programs_own_handler_is_kept():
     heard = []
     signal.signal(signal.SIGINT, lambda *_: heard.append("here"))
     simulation = Simulation(1)
@@ -166,7 +166,7 @@ def test_a_handler_of_the_program_s_own_is_kept():
     assert heard == ["here"] * 2
 
 
-def test_another_thread_can_wait():  # it may set no handler
+def test_another_thread_can_wait():  # although it cannot set a handler
     simulation = Simulation(1)
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(simulation.call, 0).result() == [0]
@@ -180,7 +180,7 @@ def test_another_thread_can_wait():  # it may set no handler
     "call", ["reset", "step", "publish", "rollout", "overlap", "send", "recv", "call"]
 )
 def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
-    """It comes at every third of the head's functions that the call runs."""
+    """Ctrl-C is pressed at every third of the package's functions that the call runs."""
     policy = CategoricalPolicy(linear(1, 2))
     calls = {
         "reset": lambda envs: envs.reset(),
@@ -206,19 +206,19 @@ def test_ctrl_c_ends_a_call_wherever_it_comes_and_the_next_ones_work(call):
             finally:
                 sys.setprofile(None)
             is_over, after = not press.has_pressed, after + 3
-            if call == "step":  # which was perhaps given up
+            if call == "step":  # the step may have been given up
                 envs.reset()
             with contextlib.suppress(NoAsyncCallError):
                 while True:
                     envs.recv()
-            envs.rollout(policy, 2)  # perhaps the overlapped one
+            envs.rollout(policy, 2)  # this may be the overlapped rollout
             assert envs.rollout(policy, 3).rewards.shape == (3, 2)
             assert envs.step([0, 0])[1].shape == (2,)
         assert after > 20 and envs.restarts == []
 
 
 class PressAfter:
-    """A profiler that presses Ctrl-C when so many functions of the head have been called."""
+    """A profiler that presses Ctrl-C after ``number`` calls of the package's functions."""
 
     def __init__(self, number):
         self.left, self.has_pressed = number, False
@@ -245,7 +245,7 @@ def press():
         before = pressed
         time.sleep(0.005 * random.random())
         os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):  # it may be lost where libzmq's memory is freed: then once more
+        for _ in range(1000):  # lost if it comes while libzmq's memory is freed: press it again
             if pressed == before:
                 time.sleep(0.002)
 

@@ -1,4 +1,4 @@
-"""A script's gradient step as one CUDA graph. On machines without a GPU only its plain way runs."""
+"""A script's gradient step as one CUDA graph. Without a GPU, only tests of the plain step run."""
 
 import copy
 import io
@@ -26,8 +26,8 @@ from .algorithms.test_formulas import chunk_of, in_frames
 from .envs import RenderingEnv
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-STEPS = 10  # of which three are eager, and the fourth is captured
-RATES = 2**-10, 2**-9, 2**-11  # exact in float32, so that a number is the same as a tensor
+STEPS = 10  # the first three are eager, and the fourth is captured
+RATES = 2**-10, 2**-9, 2**-11  # learning rates, exact in float32, as a float or as a tensor
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def as_in_the_scripts(monkeypatch):
 
 
 def minibatch(learner, number):
-    """Return tensors that differ from step to step: each is shifted by another number of rows."""
+    """Return a step's tensors: the learner's inputs, each shifted by its own number of rows."""
     return [value.roll(number * row, 0) for row, value in enumerate(learner.inputs)]
 
 
 def take(learner, step, numbers):
-    """Take steps by their numbers, each at its own rate; return their losses."""
+    """Take the steps with these numbers, each at its own learning rate. Return their losses."""
     torch.manual_seed(numbers[0])
     losses = []
     for number in numbers:
@@ -63,7 +63,7 @@ def weights(learner):
 
 
 def assert_same(name, got, expected, before, most=0.01):
-    """Weights differ by at most a small share of what training has changed."""
+    """Assert that weights differ by at most a small share of the change that training made."""
     share = ((got - expected).abs().mean() / (expected - before).abs().mean()).item()
     print(f"{name}: a difference of {share:.1e} of the change")
     assert share <= most
@@ -80,7 +80,7 @@ def test_on_a_cpu_a_step_is_a_call_of_the_function(name):
     assert not torch.equal(weights(plain), before)
 
 
-def test_a_step_gets_what_is_fixed_and_then_its_tensors():
+def test_a_step_gets_the_fixed_arguments_and_then_its_tensors():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.Adam([parameter], lr=0.5)
     step = CudaGraph(lambda *arguments: arguments, optimizer, "fixed")
@@ -91,19 +91,19 @@ def test_a_step_gets_what_is_fixed_and_then_its_tensors():
 
 @on_gpu
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_steps_of_a_graph_are_eager_ones(name):
+def test_the_steps_of_a_graph_equal_eager_steps(name):
     eager, replayed = make(name, "cuda"), make(name, "cuda")
     before = weights(eager)
     expected = take(eager, eager.step, range(STEPS))
     got = take(replayed, replayed.graph(), range(STEPS))
-    most = 0.05 if "atari" in name else 0.01  # convolutions may be computed in another way
+    most = 0.05 if "atari" in name else 0.01  # convolutions may use other algorithms
     print(f"{name}: losses differ by {(got - expected).abs().max().item():.1e}")
     torch.testing.assert_close(got, expected, rtol=most, atol=most)
     assert_same(name, weights(replayed), weights(eager), before, most)
 
 
 @on_gpu
-def test_the_steps_of_a_graph_of_the_compiled_loss_are_eager_ones():
+def test_the_steps_of_a_graph_of_the_compiled_loss_equal_eager_steps():
     eager, replayed = make("ppo", "cuda"), make("ppo", "cuda", compiled=True)
     before = weights(eager)
     take(eager, eager.step, range(STEPS))
@@ -129,7 +129,7 @@ def test_a_resumed_optimizer_goes_on_at_its_rate(name):
     load_part(resumed.optimizer, copy.deepcopy(state["optimizer"]))
     take(resumed, resumed.graph(), range(STEPS, 2 * STEPS))
     assert_same(name, weights(resumed), weights(whole), before)
-    # A checkpoint of a GPU's run goes on without one.
+    # The checkpoint of a run on a GPU can be resumed on the CPU.
     on_cpu = make(name, "cpu")
     load_part(on_cpu.optimizer, state["optimizer"])
     take(on_cpu, on_cpu.graph(), range(2))
@@ -140,17 +140,17 @@ def test_a_resumed_optimizer_goes_on_at_its_rate(name):
 def test_nothing_in_a_step_waits_for_the_gpu(name):
     learner = make(name, "cuda")
     step = learner.graph()
-    take(learner, step, range(1))  # which allocates
+    take(learner, step, range(1))  # the first step allocates
     batches = [minibatch(learner, number) for number in range(STEPS)]
     for number, batch in enumerate(batches, start=2):
-        # A capture, in the fourth step, waits for all that came before it.
+        # The capture, in the fourth step, waits for all earlier work.
         torch.cuda.set_sync_debug_mode("default" if number == 4 else "error")
         step(*batch)
     torch.cuda.set_sync_debug_mode("default")
 
 
 @on_gpu
-def test_what_a_step_returns_is_overwritten_by_the_next_one():
+def test_the_results_of_a_step_are_overwritten_by_the_next_step():
     learner = make("ppo", "cuda")
     step = learner.graph()
     take(learner, step, range(4))
@@ -181,7 +181,7 @@ del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SMALL = "--num-workers 2 --envs-per-worker 4 --total-timesteps 4096 --eval-episodes 0 --cuda"
-LOOPS = {  # flags, and the first and the last line of what must not wait
+LOOPS = {  # flags, and the first and last line of the part that must not wait
     "ppo_clusterenv.py": ("", "# Optimizing", "clipfracs +="),
     "scripts/ppo_continuous_clusterenv.py": ("", "# Optimizing", "clipfracs +="),
     "scripts/ppo_lstm_clusterenv.py": ("", "# Optimizing", "clipfracs +="),
@@ -218,7 +218,7 @@ def test_between_the_advantages_and_the_report_nothing_waits(tmp_path, script):
 
 
 @on_gpu
-def test_a_replay_buffer_is_where_it_fits(monkeypatch, capsys):
+def test_a_replay_buffer_is_on_the_gpu_if_it_fits_there(monkeypatch, capsys):
     gpu, args = torch.device("cuda"), SimpleNamespace(buffer_size=1000, save_replay=False)
     assert replay_device(args, 2**20, gpu) == gpu
     assert "1,000 transitions, 1.0 MiB on the GPU, not in checkpoints" in capsys.readouterr().out
@@ -252,7 +252,7 @@ def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
 
 
 class OnGpuEnv(RenderingEnv):
-    """Computes on a GPU."""
+    """An environment that computes on a GPU."""
 
     def render(self):
         return torch.arange(100, device="cuda").sum().item()
@@ -267,7 +267,9 @@ def test_environments_of_forked_workers_compute_on_a_gpu():
 
 @on_gpu
 def test_two_learners_share_a_gpu(tmp_path):
-    """NCCL refuses that, so they talk by Gloo. After each rollout they compare their models."""
+    """NCCL refuses to share a GPU, so the learners use Gloo. They compare their models after each
+    rollout.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--max-restarts", "0", str(scripts.ROOT / "scripts/ppo_multilearner_clusterenv.py")]
     flags = "--cuda --num-workers 2 --envs-per-worker 4 --num-steps 32 --eval-episodes 2"
@@ -286,7 +288,7 @@ def test_a_run_goes_on_from_gpu_to_cpu_and_back(tmp_path):
     flags += " --num-minibatches 4 --update-epochs 2 --eval-episodes 2"
     steps = 8 * 32
 
-    def train(*flags):  # in a new process, which has no CUDA of this one
+    def train(*flags):  # in a new process, without this one's CUDA state
         return scripts.train("ppo_clusterenv.py", tmp_path, *flags, CUDA_MODULE_LOADING="LAZY")
 
     folder, _ = train(*flags.split(), "--total-timesteps", str(3 * steps), "--cuda")

@@ -1,5 +1,5 @@
-"""Weights as rounded differences: head and worker agree on them to the last bit, and they are
-small.
+"""Weights sent as rounded differences: the differences are small, and head and worker agree on the
+weights to the last bit.
 """
 
 import gc
@@ -27,7 +27,10 @@ from .patience import kill
 
 
 def spaces_of(policy):
-    """Observations and actions for a policy, which begins and ends with a linear layer."""
+    """Return the observation and action spaces for a policy.
+
+    Its first and last layers must be linear.
+    """
     layers = [module for module in policy.modules() if isinstance(module, nn.Linear)]
     return spaces.Box(-1, 1, (layers[0].in_features,), np.float32), spaces.Discrete(
         layers[-1].out_features
@@ -35,8 +38,8 @@ def spaces_of(policy):
 
 
 class Odd(nn.Module):
-    """Tensors of sizes that five does not divide, of one element and of none; some that may not be
-    rounded.
+    """A network of odd tensors: their sizes are not multiples of five, one has a single element and
+    one has none, and some may not be rounded.
     """
 
     def __init__(self):
@@ -58,20 +61,22 @@ def worker(policy):
 
 
 def pull(store, copy, actor):
-    """Let a worker pull; return the kind of answer, and its bytes."""
+    """Let a worker pull. Return the kind of the response, and its size in bytes."""
     message, buffers = store.pull(copy, actor.version)
     actor.load_weights(message, [bytes(buffer) for buffer in buffers])
     return message.levels, sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def same_weights(policy, other):
-    """Say whether two policies have the same weights, to the last bit."""
+    """Return whether two policies have the same weights, to the last bit."""
     parts = zip(flat_weights(policy), flat_weights(other), strict=True)
     return all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in parts)
 
 
 def same(actor, copy):
-    """Say whether a worker's policy has the weights that the head believes, to the last bit."""
+    """Return whether a worker's policy has the weights that the head believes it has, to the last
+    bit.
+    """
     weights, _ = flat_weights(actor.policy)
     return torch.equal(weights.view(torch.int32), copy.weights.view(torch.int32))
 
@@ -98,14 +103,15 @@ def test_head_and_worker_agree_to_the_last_bit(make):
     assert store.mismatches == 0
 
 
-def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
+def test_errors_do_not_add_up_and_vanish_when_a_policy_stays_the_same():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
     store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     errors = []
     for number in range(250):
         if number < 200:
             change(policy, 0.01)
-        # One weight is far off: the mean of a quarter would take hundreds of pulls.
+        # One weight is far off. In steps of a quarter's mean distance, it would take hundreds of
+        # pulls to reach.
         if number == 199:
             with torch.no_grad():
                 next(policy.parameters())[0, 0] += 0.5
@@ -113,14 +119,14 @@ def test_errors_do_not_add_up_and_a_policy_at_rest_is_reached():
         pull(store, copy, actor)
         weights, _ = flat_weights(policy)
         errors.append((copy.weights - weights).square().mean().sqrt().item())
-    # The error stays within a few updates' length, 0.01, and is gone when there are no more
-    # updates.
+    # The error stays within the size of a few updates, 0.01 each, and vanishes after the last
+    # update.
     assert max(errors[:200]) < 0.03
     assert np.mean(errors[150:200]) < 1.2 * np.mean(errors[50:100])
     assert errors[-1] < 1e-6
 
 
-def test_after_a_large_change_a_pull_is_of_all_weights():
+def test_after_a_large_change_a_pull_sends_all_weights():
     policy, copy = CategoricalPolicy(nn.Linear(100, 100)), PolicyCopy()
     store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     levels = []
@@ -137,7 +143,7 @@ def test_after_a_large_change_a_pull_is_of_all_weights():
     assert levels == [FROM_ZEROS, FROM_HELD, FROM_ZEROS, FROM_HELD]
 
 
-def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
+def test_a_difference_takes_about_one_bit_per_weight_and_all_weights_take_eight():
     policy, copy = (
         CategoricalPolicy(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))),
         PolicyCopy(),
@@ -153,7 +159,7 @@ def test_a_difference_is_about_a_bit_a_weight_and_all_of_them_eight():
     assert store.bytes_sent == pytest.approx(sum(sizes) * 180_600 / 8)
 
 
-def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not():
+def test_workers_with_the_same_weights_are_sent_the_same_and_others_are_not():
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(3)]
     store, actors = (
         store_in(copies, *spaces_of(policy), rounds=True),
@@ -170,7 +176,7 @@ def test_who_holds_the_same_is_sent_the_same_and_who_came_by_another_way_is_not(
     assert all(map(same, actors, copies))
 
 
-def test_what_the_head_keeps_is_bounded(monkeypatch):
+def test_the_weights_that_the_head_keeps_are_bounded(monkeypatch):
     policy, copies = CategoricalPolicy(linear()), [PolicyCopy() for _ in range(10)]
     store, actors = (
         store_in(copies, *spaces_of(policy), rounds=True),
@@ -178,7 +184,7 @@ def test_what_the_head_keeps_is_bounded(monkeypatch):
     )
     monkeypatch.setattr(versions, "HELD_BYTES", 3 * 4 * sum(rounded_sizes(policy)))
     for _ in range(3):
-        for copy, actor in zip(copies, actors, strict=True):  # each at a version of its own
+        for copy, actor in zip(copies, actors, strict=True):  # each at its own version
             change(policy, 0.01)
             store.publish(policy)
             how, _ = pull(store, copy, actor)
@@ -215,12 +221,12 @@ def test_after_a_state_is_loaded_a_pull_that_was_under_way_is_answered():
     assert store.publish(policy)
 
 
-def test_where_new_tensors_are_made_does_not_matter():
+def test_the_default_device_of_new_tensors_does_not_matter():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
     store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     for levels in (FROM_ZEROS, FROM_HELD):
         change(policy, 0.01)
-        with torch.device("meta"):  # there a tensor has no numbers
+        with torch.device("meta"):  # where tensors have no values
             store.publish(policy)
             message, buffers = store.pull(copy, copy.held)
         actor.load_weights(message, [bytes(buffer) for buffer in buffers])
@@ -228,7 +234,7 @@ def test_where_new_tensors_are_made_does_not_matter():
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
-def test_weights_that_have_no_difference_travel_whole(value):
+def test_weights_without_a_finite_difference_are_sent_whole(value):
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
     store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
@@ -245,7 +251,7 @@ def test_weights_that_have_no_difference_travel_whole(value):
     assert same(actor, copy)
 
 
-def test_whole_weights_by_option_and_where_a_difference_would_be_larger():
+def test_weights_are_sent_whole_by_option_and_if_a_difference_would_be_larger():
     for rounds, policy in (
         (False, CategoricalPolicy(linear())),
         (True, CategoricalPolicy(nn.Linear(1, 1))),
@@ -284,7 +290,7 @@ def test_a_worker_that_holds_something_else_gets_all_weights():
     assert (actor.version, store.mismatches, same(actor, copy)) == (2, 1, True)
 
 
-def test_what_is_not_a_difference_is_refused():
+def test_an_invalid_difference_is_refused():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
     store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
@@ -295,7 +301,7 @@ def test_what_is_not_a_difference_is_refused():
             actor.load_weights(message, [*wrong, others])
 
 
-def test_a_difference_of_no_steps_is_unpacked():
+def test_a_difference_of_zeros_is_unpacked():
     difference = Difference(FROM_HELD, torch.zeros(12, dtype=torch.int8), torch.zeros(1))
     scales, packed = difference.pack()
     assert Difference.unpack(FROM_HELD, scales, packed, 12).steps.tolist() == [0] * 12
@@ -325,7 +331,7 @@ def test_head_and_workers_agree_after_kills_and_another_structure(caplog):
             rollout = envs.rollout(acting, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
         assert len(envs.restarts) == 2
-        # Each difference fits the worker's weights at once, by the checksum of both.
+        # By their checksums, each difference fits the worker's weights at the first attempt.
         assert envs.pulls.tolist() == [
             7,
             7,
@@ -333,7 +339,7 @@ def test_head_and_workers_agree_after_kills_and_another_structure(caplog):
     assert "does not hold the weights it was sent" not in caplog.text
 
 
-def test_a_spoilt_worker_is_healed(caplog):
+def test_a_worker_with_wrong_weights_gets_the_right_ones_again(caplog):
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([Spoiling] * 2, 2, sync_mode="always") as envs:
         envs.reset(seed=1)
@@ -343,7 +349,7 @@ def test_a_spoilt_worker_is_healed(caplog):
             change(policy, 0.1)
             rollout = envs.rollout(policy, 4)
             assert set(rollout.policy_versions) == {envs.policy_version}
-        # For the first of these three they pulled all weights, too.
+        # In the first of these three rollouts, the workers also pulled all weights.
         assert envs.pulls.tolist() == [
             5,
             5,

@@ -1,9 +1,9 @@
-"""The programs of the pages run, their commands are understood, and their links lead somewhere.
+"""The pages' programs run, their commands have valid flags, and their links have targets.
 
-Bash runs a page's shell, with stand-ins for all programs that write down how they were called. Each
-call is then checked as far as possible: our scripts make a dry run, other commands of ours parse
-their flags, make and torchrun read theirs. Calls that cannot be checked here are skipped, and the
-page says so: ``*Not run by the tests: `program`, because X.*``
+Bash runs a page's shell code, with a stand-in for each program that records how it is called. Each
+call is then checked as far as possible: the project's scripts make a dry run, its other commands
+parse their flags, and make and torchrun read theirs. Calls that cannot be checked here are skipped,
+and the page says so: ``*Not run by the tests: `program`, because X.*``
 """
 
 import argparse
@@ -38,7 +38,7 @@ from .scripts import ROOT, train
 from .test_install import EXTRAS, PROJECT
 from .test_policies import PROGRAMS
 
-# The others are tables that commands have made.
+# The other pages are tables that commands have written.
 PAGES = [page for page in site.pages() if "results" not in page.parts]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [
@@ -85,7 +85,7 @@ def test_every_block_is_of_a_kind_that_is_tested():
 
 
 class Twice:
-    """True twice: the number of updates."""
+    """A condition that is true twice, for two updates."""
 
     def __init__(self):
         self.left = 2
@@ -106,7 +106,7 @@ FRAGMENTS += [
     if kind == "diff" and not code.startswith("---")
 ]
 DIFFS = [(page, code) for page, kind, code in BLOCKS if code.startswith("--- scripts/")]
-FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each once
+FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each fragment once
 
 
 @pytest.mark.parametrize(("page", "code"), DIFFS, ids=[name_of(page) for page, _ in DIFFS])
@@ -168,7 +168,7 @@ def test_all_programs_of_the_pages_are_run_by_one_test():
 
 
 def test_help_of_a_rollout_says_what_to_bootstrap_from():
-    text = inspect.getdoc(Rollout)  # without the indentation, which some Pythons remove themselves
+    text = inspect.getdoc(Rollout)  # without the indentation, which only some Pythons remove
     code = textwrap.dedent(re.search(r"bootstrap from are:\n\n((?: {4}.*\n)+)", text)[1])
     with ClusterEnv([partial(gym.make, "CartPole-v1", max_episode_steps=9)] * 4, 1) as envs:
         envs.reset(seed=1)
@@ -219,7 +219,7 @@ def test_every_page_is_in_the_navigation():
 
 def test_the_navigation_and_pages_have_the_same_titles():
     entries = [*yaml.safe_load(site.CONFIGURATION.read_text())["nav"]]
-    for entry in entries:  # which grows meanwhile
+    for entry in entries:  # the list grows in this loop
         [(title, content)] = entry.items()
         if isinstance(content, str):
             assert title == site.title_of(ROOT / content)
@@ -232,19 +232,19 @@ def test_the_list_for_language_models_has_all_pages():
     assert text.startswith("# ClusterEnv\n\n> ")
     assert "- [Quickstart](docs/quickstart.md): " in text
     for page in site.pages():
-        sentence = r": [\w`]" if page in PAGES else ""  # a table has none
+        sentence = r": [\w`]" if page in PAGES else ""  # a page of tables has no sentence
         assert re.search(rf"\({page.relative_to(ROOT)}\){sentence}", text), page
 
 
 # Commands.
 
 STAND_IN = """#!/bin/bash
-printf '%s\\0' "${0##*/}" "$@" $'\\1' >>"$CALLS"  # at once: another may run at the same time
+printf '%s\\0' "${0##*/}" "$@" $'\\1' >>"$CALLS"  # in one write: others may run now, too
 """
 
 
 def commands_of(page):
-    """The shell of a page: its blocks, and the commands in its text."""
+    """Return the shell code of a page: its blocks, and the commands in its text."""
     blocks = [text for each, kind, text in BLOCKS if each == page and kind == "sh"]
     spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", BLOCK.sub("", page.read_text()))
     spans = [re.sub(r"\s+", " ", span).replace("\\|", "|") for span in spans]
@@ -252,7 +252,7 @@ def commands_of(page):
 
 
 def calls_of(page, directory):
-    """How a page calls programs: bash's words for each call, in the order of the page."""
+    """Return a page's calls of programs, in order, each as the words that bash passes."""
     tools, log = directory / "tools", directory / "calls"
     here = directory / "here"
     for folder in (tools, here / "docs", here / ".venv/bin"):
@@ -281,7 +281,7 @@ def calls_of(page, directory):
 
 
 class Parsed(Exception):
-    """A program of ours has understood its flags. The test stops it there."""
+    """Raised to stop one of the project's commands when it has parsed its flags."""
 
 
 MY_ENV = """
@@ -298,12 +298,14 @@ gym.register("Mine-v0", Mine, max_episode_steps=1000)
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """A function that checks how a page calls a program, or that the page says why not."""
+    """Return a function that checks a page's call of a program, or that the page says why it is not
+    run.
+    """
     place = tmp_path / "there"
     (place / "runs").mkdir(parents=True)
     (place / "my_env.py").write_text(MY_ENV)
     monkeypatch.setattr(sys, "path", [*sys.path])  # scripts add the working directory
-    monkeypatch.setenv("CXX", "c++")  # of --compile, which does not start
+    monkeypatch.setenv("CXX", "c++")  # needed by the check of --compile
 
     def stopping(parse):
         def stop(*args, **kwargs):
@@ -339,7 +341,7 @@ def check(tmp_path, monkeypatch):
         assert exit.value.code is None, exit.value.code
 
     def ours(start, path, argv):
-        """A command of ours that parses its flags, by argparse or tyro, after its import."""
+        """Check that a command parses its flags, by argparse or tyro, after it is imported."""
         assert re.search(r"parse_args|tyro\.cli", path.read_text()), path
         if argv[1:]:
             with monkeypatch.context() as patch, pytest.raises(Parsed):
@@ -365,7 +367,7 @@ def check(tmp_path, monkeypatch):
             (path,) = (flag for flag in flags if flag.startswith("tests/"))
             assert f"{flags[flags.index('-k') + 1]}" in (ROOT / path).read_text()
         elif name == "docs.flags":
-            assert flags == []  # its output is tested
+            assert flags == []  # another test checks its output
         else:
             assert name.partition(".")[0] in MODULES
             spec = importlib.util.find_spec(name)
@@ -373,7 +375,7 @@ def check(tmp_path, monkeypatch):
                 spec = importlib.util.find_spec(name := f"{name}.__main__")
             if name == "clusterenv_runtime.keys" and flags:
                 for old in (*flags, f"{flags[0]}.worker"):
-                    Path(place, old).unlink(missing_ok=True)  # a page may make them twice
+                    Path(place, old).unlink(missing_ok=True)  # a page may create them twice
                 run(partial(runpy.run_module, name, run_name="__main__"), [name, *flags])
             else:
                 ours(

@@ -1,4 +1,4 @@
-"""The DQN script for Atari, run as a user runs it; and its replay buffer, which keeps each frame
+"""The DQN script for Atari, run as a user runs it, and its replay buffer, which stores each frame
 once.
 """
 
@@ -38,7 +38,7 @@ TINY += [
     "1",
 ]
 TINY += ["--sync-check-frequency", "5", "--batch-size", "8", "--deterministic", "--no-save-model"]
-TINY += ["--end-e", "1"]  # a random game is over soon
+TINY += ["--end-e", "1"]  # a random policy's games are short
 SPACE = stacked().observation_space
 
 
@@ -75,7 +75,7 @@ def test_run_leaves_summary_and_logs_and_goes_on_with_its_buffer(tmp_path, backe
 
 
 def rollouts(frame_stack):
-    """Chunks of both workers, alternating; the same with stacks and without."""
+    """Yield chunks of both workers in turn. They are the same with frame stacks and without."""
     torch.manual_seed(1)
     policy = CategoricalPolicy(Net())
     with ClusterEnv([stacked] * 4, 2, frame_stack=frame_stack, sync_mode="never") as envs:
@@ -116,7 +116,7 @@ def test_the_buffer_holds_the_last_transitions_and_each_frame_once(num_frames, a
     columns = (
         dense.observations, dense.next_observations, dense.actions, dense.rewards, dense.dones,
     )  # fmt: skip
-    assert drawn == keys(*(column[last] for column in columns))  # by chance all of them
+    assert drawn == keys(*(column[last] for column in columns))  # the sample happens to have all
 
 
 def test_bytes_of_a_transition():

@@ -1,4 +1,4 @@
-"""The DQN script, run as a user runs it, with tiny numbers; and its replay buffer."""
+"""The DQN script, run as a user runs it, with small numbers, and its replay buffer."""
 
 from functools import partial
 
@@ -77,7 +77,7 @@ def test_run_leaves_summary_model_picture_and_logs(trained):
     assert "hyperparameters/text_summary" in events.Tags()["tensors"]
     size = sum(value.numel() * value.element_size() for value in model.values())
     assert summary["pulls_per_worker"] > 1
-    # Of each worker: a byte a weight, then little more than a bit.
+    # The bytes of each worker's pulls: one per weight at first, then little more than a bit.
     first, others = (
         size / 4,
         size / 10,
@@ -118,8 +118,8 @@ def test_gradient_steps_are_exact_nothing_is_lost_and_pulls_are_as_told(tmp_path
 def test_the_ratio_is_exact_and_nobody_waits_for_a_slow_worker(tmp_path):
     slow_id = scripts.write_slow_env(tmp_path, 1500)
     flags = ["--env-id", slow_id, "--total-timesteps", "4000"]
-    # During its first chunk the slow worker waits for the other's 1500th step of two environments:
-    # 3000 of all steps.
+    # During its first chunk, the slow worker waits for the 1500th step of the other worker's two
+    # environments, which is 3000 of all steps.
     _, summary = train(tmp_path, *flags)
     assert summary["global_step"] == summary["transitions_inserted"] == 4000
     assert summary["gradient_steps"] == (4000 - 100) // 10
@@ -194,8 +194,8 @@ def test_killed_worker_ends_the_run_with_its_name(tmp_path):
 
 
 class PixelEnv(CountingEnv):
-    """Observes its count as uint8; terminates after 3 steps if its ``length`` says so, otherwise
-    truncates.
+    """Observes its count as uint8. Terminates after 3 steps if ``length`` is more than 3, and
+    otherwise truncates.
     """
 
     observation_space = gym.spaces.Box(0, 255, (2,), np.uint8)
@@ -222,8 +222,8 @@ def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way()
             envs.send(5)
             rb.add(envs.recv()[1])
     assert rb.inserted == 30 and rb.observations.dtype == torch.uint8
-    # The first environment truncates at 2, which is not the end; the second terminates at 3, which
-    # is.
+    # The first environment truncates at 2, which does not count as done. The second terminates at
+    # 3, which does.
     expected = {(0, 1, 0), (1, 2, 0)} | {(0, 1, 0), (1, 2, 0), (2, 3, 1)}
     columns = rb.observations[:, 0], rb.next_observations[:, 0], rb.dones
     transitions = [tuple(map(int, transition)) for transition in zip(*columns, strict=True)]

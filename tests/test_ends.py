@@ -26,8 +26,8 @@ pytestmark = [
 ]
 
 
-# Heads that end. Their workers notice the end of the link, not its silence, which takes an hour
-# here.
+# Heads that end. Their workers notice that the link has ended. A silent link would count as lost
+# only after an hour here.
 
 SCRIPT = """
 import os, signal, sys
@@ -42,8 +42,8 @@ envs.reset()
 
 @pytest.fixture
 def start_head(pipe, temporary_directory, tmp_path):
-    """A function that runs a script in a process of its own; the script's output is in ``tmp_path /
-    "output"``.
+    """Return a function that runs a script in its own process, with the errors that it prints in
+    ``tmp_path / "output"``.
     """
 
     def start(code):
@@ -100,7 +100,7 @@ ClusterEnv([CountingEnv] * 2, 2, startup_timeout=3600)
     (pid,) = pipe.pids(1)
     head.wait(PATIENCE)
     assert_ended([pid])
-    wait_until(lambda: not list(temporary_directory.iterdir()))  # a worker was forked before
+    wait_until(lambda: not list(temporary_directory.iterdir()))  # removed by a worker
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a fork that lives on"])
@@ -179,7 +179,9 @@ def test_no_worker_survives_its_forgotten_cluster():
 @pytest.mark.parametrize(
     "in_the_child", ["pass", "envs.close()", "del envs", "raise ValueError('its own')"]
 )
-def test_a_forked_child_that_ends_ends_nothing_of_its_parents(temporary_directory, in_the_child):
+def test_the_end_of_a_forked_child_does_not_end_its_parents_workers(
+    temporary_directory, in_the_child
+):
     code = f"""
 import os, signal, sys
 from clusterenv_runtime import ClusterEnv
@@ -282,7 +284,7 @@ def test_close_waits_for_the_threads_of_environments(tmp_path, how):
 
 
 @pytest.mark.parametrize("finalizes", [False, True])
-def test_those_that_close_kills_are_named(workers, pipe, caplog, finalizes):
+def test_workers_that_close_kills_are_named(workers, pipe, caplog, finalizes):
     env_fns = [CountingEnv, partial(BlockingEnv, pipe.path, "close")]
     envs = ClusterEnv(env_fns, 2, close_timeout=0.5)
     envs.reset()
@@ -297,10 +299,10 @@ def test_those_that_close_kills_are_named(workers, pipe, caplog, finalizes):
     assert re.match(r"worker 1 \(.*\) is killed before its environments are closed$", text)
 
 
-def test_an_environment_that_raises_in_close_is_told_and_keeps_no_other_from_it(tmp_path, caplog):
+def test_an_environment_that_raises_in_close_is_reported_and_the_others_close(tmp_path, caplog):
     class ClosingEnv(CountingEnv):
         def close(self):
-            if self.count:  # the head has stepped it
+            if self.count:  # set below
                 (tmp_path / f"closed-{self.count}").touch()
                 raise ValueError("in close")
 
@@ -347,7 +349,7 @@ def test_close_waits_no_longer_than_it_is_told_to(workers, pipe, monkeypatch, wh
 
     class RecordingLauncher(LocalLauncher):
         def stop(self, timeout):
-            given.append(sum(slept) + timeout)  # the time in which they may end by themselves
+            given.append(sum(slept) + timeout)  # the time that workers get to end by themselves
             super().stop(timeout)
 
     env_fns = [CountingEnv] + [partial(BlockingEnv, pipe.path, where)] * 2

@@ -1,4 +1,4 @@
-"""Environments that raise: the learner gets their exception, and a reset goes on."""
+"""Environments that raise: the learner gets the exception, and can continue after a reset."""
 
 import asyncio
 import json
@@ -73,12 +73,12 @@ def assert_tells_all(text, row):
         text,
     )
     assert "Traceback (most recent call last)" in text
-    # The line in the environment; | belongs to a group's traceback.
+    # The line in the environment. The traceback of an exception group has a | before it.
     assert re.search(r"in _fail_in\n[ |]+raise self.error", text)
 
 
 @pytest.mark.parametrize("where, row, name", PLACES)
-def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name):
+def test_an_exception_in_an_environment_is_raised_in_the_head(workers, where, row, name):
     error = ERRORS[name]
     with at_most(), pytest.raises(type(error)) as caught:
         run_until_it_raises(where, error, row)
@@ -98,7 +98,7 @@ def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name
         (
             StopIteration("enough"),
             "builtins.StopIteration: enough",
-        ),  # this exception would end a loop of the user's
+        ),  # this exception would end a loop in the user's code
         (KeyboardInterrupt("window closed"), "builtins.KeyboardInterrupt: window closed"),
         (GeneratorExit(), "builtins.GeneratorExit: "),
         (asyncio.CancelledError(), "asyncio.exceptions.CancelledError: "),
@@ -110,7 +110,7 @@ def test_an_exception_in_an_environment_is_raised_here(workers, where, row, name
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("where", ["constructor", "step"])
-def test_an_exception_that_cannot_be_made_here_is_an_env_error(workers, where, error, text):
+def test_an_exception_that_cannot_be_recreated_is_an_env_error(workers, where, error, text):
     with at_most(), pytest.raises(EnvError) as caught:
         run_until_it_raises(where, error, 3)
     assert text in str(caught.value)
@@ -119,7 +119,7 @@ def test_an_exception_that_cannot_be_made_here_is_an_env_error(workers, where, e
 
 
 @pytest.mark.parametrize("error", [RuntimeError(), SystemExit(4)])
-def test_an_exception_whose_text_is_an_error_keeps_its_class(workers, error):
+def test_an_exception_whose_text_cannot_be_read_keeps_its_class(workers, error):
     with at_most(), pytest.raises(MuteError) as caught:
         run_until_it_raises("step", MuteError(error), 3)
     text = str(caught.value.__cause__)
@@ -128,7 +128,9 @@ def test_an_exception_whose_text_is_an_error_keeps_its_class(workers, error):
     assert not workers()
 
 
-def test_of_a_class_that_is_only_on_workers_the_nearest_base_is_raised(tmp_path, monkeypatch):
+def test_an_exception_class_that_only_workers_have_is_raised_as_its_nearest_base(
+    tmp_path, monkeypatch
+):
     (tmp_path / "simlib.py").write_text("class Unstable(ArithmeticError): pass")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -147,7 +149,7 @@ def test_of_a_class_that_is_only_on_workers_the_nearest_base_is_raised(tmp_path,
 
 
 class Loud(OSError):
-    """An exception that notes in ``calls`` what is called of it."""
+    """An exception that records the calls of its methods in ``calls``."""
 
     calls: list[str] = []
 
@@ -164,7 +166,7 @@ class Loud(OSError):
         super().__setattr__(name, value)
 
 
-def test_no_code_of_an_exceptions_class_is_called_to_make_it_again():
+def test_an_exception_is_recreated_without_calling_code_of_its_class():
     error = Loud(7, "text")
     error.step = 3
     data, buffers, is_whole = pack_exception(error)
@@ -175,12 +177,12 @@ def test_no_code_of_an_exceptions_class_is_called_to_make_it_again():
 
 
 @pytest.mark.parametrize("content", [b"\x07", b"\xc1", b"\x92\x07\x07"])
-def test_a_forged_exception_is_not_made(content):
+def test_a_forged_exception_is_not_recreated(content):
     assert remade(["builtins.ValueError"], "", msgspec.Raw(content), [], False) is None
 
 
 class Crash(Exception):
-    """An exception whose text is written from an object that cannot be sent."""
+    """An exception whose text depends on an object that cannot be sent."""
 
     def __init__(self, simulator):
         self.simulator = simulator
@@ -190,7 +192,7 @@ class Crash(Exception):
         return f"the simulator {self.simulator.name} has crashed in step {self.step}"
 
 
-@pytest.mark.parametrize("number", [1, 2])  # the second one is of the same class
+@pytest.mark.parametrize("number", [1, 2])  # the second exception has the same class
 def test_an_exception_that_arrives_in_part_has_its_whole_text(number):
     error = Crash(SimpleNamespace(name=f"ship {number}"))
     with pytest.raises(Crash) as caught:
@@ -222,7 +224,7 @@ def test_an_exception_of_numpy_has_its_text():
     ],
     ids=["lone surrogate", "too long", "too long, and cut within a character"],
 )
-def test_an_exception_whose_text_cannot_be_sent_is_raised_here(workers, message, text):
+def test_an_exceptions_text_that_cannot_be_sent_is_escaped_or_shortened(workers, message, text):
     with at_most(), pytest.raises(ValueError) as caught:
         run_until_it_raises("step", ValueError(message), 3)
     assert type(caught.value) is ValueError and text in str(caught.value)
@@ -233,13 +235,13 @@ def test_an_exception_whose_text_cannot_be_sent_is_raised_here(workers, message,
 
 
 class Unspeakable:
-    """A key, or a value, whose text is an error."""
+    """A key or value that raises an error when it is converted to text."""
 
     def __str__(self):
         raise ValueError("unspeakable")
 
 
-def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
+def test_text_that_cannot_be_sent_is_left_out_of_infos_and_otherwise_an_error():
     class TellingEnv(CountingEnv):
         name = "a name \udcff of bytes"
 
@@ -266,7 +268,7 @@ def test_text_that_cannot_be_sent_is_left_out_of_infos_and_else_an_error():
 
 
 class OnceEnv(RandomEnv):
-    """Raises in its third step or reset, and then never again."""
+    """Raises once, in its third step or reset."""
 
     def __init__(self, where):
         super().__init__(gym.spaces.Box(-1, 1, (2,)), end=0.0 if where == "step" else 0.5)
@@ -290,7 +292,7 @@ class OnceEnv(RandomEnv):
     "mode", [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
 )
 @pytest.mark.parametrize("where", ["step", "reset"])
-def test_after_an_exception_a_reset_goes_on_as_sync_vector_env_does(tmp_path, where, mode):
+def test_a_reset_after_an_exception_continues_as_in_sync_vector_env(tmp_path, where, mode):
     env_fns = [partial(OnceEnv, each) for each in ("nowhere", where, "nowhere", "nowhere")]
     sync = gym.vector.SyncVectorEnv(env_fns, autoreset_mode=mode)
     with ClusterEnv(
@@ -314,7 +316,7 @@ def test_after_an_exception_a_reset_goes_on_as_sync_vector_env_does(tmp_path, wh
         assert not envs.restarts
 
 
-def test_after_an_exception_in_a_rollout_a_reset_goes_on():
+def test_a_reset_continues_after_an_exception_in_a_rollout():
     with ClusterEnv(
         [CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR
     ) as envs:
@@ -332,7 +334,7 @@ def test_after_an_exception_in_a_rollout_a_reset_goes_on():
         assert envs.call("pid") == pids and not envs.restarts
 
 
-def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
+def test_an_exception_in_a_stream_gives_up_the_outstanding_chunks():
     with ClusterEnv(
         [CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2, worker_timeout=HOUR
     ) as envs:
@@ -354,7 +356,7 @@ def test_after_an_exception_in_a_stream_what_was_sent_is_given_up():
         )
 
 
-def test_after_an_exception_in_an_evaluation_the_rollout_ahead_is_given_up():
+def test_an_exception_in_an_evaluation_gives_up_the_overlapped_rollout():
     with ClusterEnv([CountingEnv, partial(FailingEnv, error=ValueError("x"))], 2) as envs:
         policy = CategoricalPolicy(linear(1, 2))
         envs.reset(seed=1)
@@ -367,7 +369,7 @@ def test_after_an_exception_in_an_evaluation_the_rollout_ahead_is_given_up():
         assert envs.rollout(policy, 3).rewards.tolist() == [[1, 1], [2, 2], [3, 3]]
 
 
-def test_what_was_sent_is_given_up_also_if_an_interrupt_comes_with_the_exception(monkeypatch):
+def test_outstanding_chunks_are_given_up_even_if_an_interrupt_comes_first(monkeypatch):
     with ClusterEnv([CountingEnv, partial(FailingEnv, "step", ValueError("x"))], 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset(seed=1)
@@ -389,9 +391,9 @@ def test_what_was_sent_is_given_up_also_if_an_interrupt_comes_with_the_exception
         assert sorted(envs.recv()[0] for _ in range(2)) == [0, 1]
 
 
-def test_an_error_of_the_policy_is_not_an_environments():
+def test_an_error_in_the_policy_is_not_blamed_on_an_environment():
     class Fewer(CategoricalPolicy):
-        """Gives too few actions when it acts in environments whose second step is over."""
+        """Gives too few actions once the environments have made two steps."""
 
         def to_env(self, actions):
             return actions[:1] if self.late else actions
@@ -412,7 +414,7 @@ def test_an_error_of_the_policy_is_not_an_environments():
 
 
 def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
-    """The exception that comes too late for its own call is raised by the next."""
+    """An exception that comes too late for its own call is raised by the next call."""
     gate = tmp_path / "gate"
     with ClusterEnv(
         [CountingEnv, partial(FailingEnv, "step", ValueError("late"), gate=str(gate))], 2
@@ -427,7 +429,7 @@ def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
         assert "environment 1 on worker 1" in str(caught.value.__cause__)
 
 
-def test_a_function_that_cannot_travel_starts_no_process(workers, monkeypatch):
+def test_a_function_that_cannot_be_pickled_starts_no_process(workers, monkeypatch):
     def start(*_, **__):
         raise AssertionError("a process was started")
 

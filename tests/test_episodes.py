@@ -1,4 +1,4 @@
-"""Which episodes count, and with what return and length."""
+"""Which episodes are counted, and with which return and length."""
 
 import gymnasium as gym
 import numpy as np
@@ -21,7 +21,7 @@ MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 
 
 class Said(CountingEnv):
-    """Has an info of its own under the key of Gymnasium's statistics."""
+    """Has its own info under the key of Gymnasium's episode statistics."""
 
     episodes = 0
 
@@ -34,7 +34,7 @@ class Said(CountingEnv):
 
 
 class Lives(gym.Wrapper):
-    """Ends an episode with each second step, and goes on with the game, as Atari's lives do."""
+    """Ends an episode every second step and continues the game, like the lives of Atari games."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -50,7 +50,7 @@ class Lives(gym.Wrapper):
         if self.is_over or seed is not None:
             return self.env.reset(seed=seed, options=options)
         observation, _, terminated, truncated, info = self.env.step(0)
-        if terminated or truncated:  # the game ends in the step that is to begin a life
+        if terminated or truncated:  # the game ends in the step that should begin a life
             return self.env.reset()
         return observation, info
 
@@ -61,7 +61,7 @@ class NoInfos(gym.Wrapper):
 
 
 class Endless(gym.Wrapper):
-    """Resets by itself, and ends an episode with each fifth step."""
+    """Resets the wrapped environment by itself, and ends an episode every fifth step."""
 
     def reset(self, **kwargs):
         self.steps = 0
@@ -84,7 +84,9 @@ def limit_outside():
 
 
 def game_of_lives():
-    """Six steps and their rewards 1 to 6: two in each of two lives, and one in each reset."""
+    """Return a game of six steps with rewards 1 to 6: two in each of two lives, and one in each
+    reset.
+    """
     return tenfold(Lives(RecordEpisodeStatistics(CountingEnv(6))))
 
 
@@ -100,7 +102,7 @@ KINDS = {
     "an info of the same name": (lambda: Said(4), [10, 10], [4, 4]),
     "a limit outside of the statistics": (limit_outside, [6, 6], [3, 3]),
     "lives": (game_of_lives, [21, 21], [6, 6]),
-    "lives, and infos that do not come out": (lambda: NoInfos(game_of_lives()), [21, 21], [6, 6]),
+    "lives, and infos that are dropped": (lambda: NoInfos(game_of_lives()), [21, 21], [6, 6]),
     "rewards that are changed outside": (
         lambda: tenfold(RecordEpisodeStatistics(CountingEnv(3), stats_key="own")), [6, 6], [3, 3],
     ),
@@ -122,14 +124,14 @@ def test_episodes_are_counted_from_rewards_and_ends_or_by_gymnasiums_wrapper(kin
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_so_they_are_where_environments_step_together(kind, mode):
+def test_episodes_are_counted_alike_where_environments_step_together(kind, mode):
     env_fn, returns, lengths = KINDS[kind]
     together = Together(lambda num_envs: SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode))
     assert episodes_of(together, num_envs=1) == (returns, lengths)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_statistics_of_a_vector_environment_count_what_is_inside_of_them(mode):
+def test_statistics_of_a_vector_environment_count_the_rewards_inside_their_wrapper(mode):
     def make(num_envs):
         inside = SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=mode)
         counted = vector.RecordEpisodeStatistics(inside, stats_key="own")

@@ -1,4 +1,4 @@
-"""The evaluation on a worker apart, while the policy trains."""
+"""Evaluations on a separate worker while the policy trains."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ class Args(ScriptArgs):
 
 
 class Graded(CountingEnv):
-    """Each step is worth the number in a file, once that is there."""
+    """Each step's reward is the number in a file. The step waits until the file exists."""
 
     def __init__(self, file=None):
         super().__init__(3, gate=file)
@@ -54,7 +54,10 @@ class Graded(CountingEnv):
 
 @contextlib.contextmanager
 def training(grade, **flags):
-    """A run whose environments wait for a file with their grade, and its Evaluations."""
+    """Train while the body runs, with an environment that waits for a file with its grade.
+
+    Yield the run and the policy.
+    """
     run = Run(Args(**flags))
     run.begin()
     policy = CategoricalPolicy(torch.nn.Linear(1, 2))
@@ -88,7 +91,7 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         evaluations = run._evaluations
 
         def evaluate(step, bias):
-            """Have a policy evaluated, which changes meanwhile."""
+            """Have a policy evaluated, and change it during the evaluation."""
             policy.actor.bias.data.fill_(bias)
             evaluations.go_on(step)
             policy.actor.bias.data.fill_(-1)
@@ -102,7 +105,7 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         wait_for(evaluations)  # none was due
         assert run.logs.curve.evaluations == []
         evaluate(60, 2)
-        evaluate(170, 3)  # waits for the one before
+        evaluate(170, 3)  # waits for the previous evaluation
         finish("2")
         assert best() == [2, 2]
         evaluate(190, 4)
@@ -139,7 +142,7 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         assert best() == [6, 6]
 
 
-def test_the_last_one_is_in_the_last_checkpoint_and_leaves_its_port(tmp_path, monkeypatch):
+def test_the_last_evaluation_is_in_the_last_checkpoint_and_frees_its_port(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     grade = tmp_path / "grade"
     give(grade, "2")
@@ -186,7 +189,7 @@ def test_environments_that_record_videos_are_left_to_training(monkeypatch):
 
 
 @pytest.mark.long
-def test_training_is_the_same_with_and_without(tmp_path):
+def test_training_is_the_same_with_and_without_evaluations(tmp_path):
     weights = []
     for number, flags in enumerate(([], ["--eval-interval", "64"])):
         directory = tmp_path / str(number)
@@ -195,7 +198,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
         weights.append(load_model(folder / "ppo_clusterenv.cleanrl_model").model)
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name])
-    # The last one is the final evaluation.
+    # The last logged return is that of the final evaluation.
     events = scripts.events_of(folder).Scalars("eval/return_mean")
     logged = [[event.step, event.value] for event in events]
     assert len(logged) >= 2 and logged[-1][0] == 320
@@ -204,7 +207,7 @@ def test_training_is_the_same_with_and_without(tmp_path):
 
 
 def evaluating_worker(process):
-    """The pid of the worker that evaluates; None while there is none."""
+    """Return the pid of the worker that evaluates, or None while there is none."""
     for server in scripts.children_of(process.pid):
         for pid in [server, *scripts.children_of(server)]:
             with contextlib.suppress(FileNotFoundError):
@@ -215,7 +218,7 @@ def evaluating_worker(process):
 
 
 @pytest.mark.long
-def test_its_worker_is_replaced_and_ends_with_the_run(tmp_path):
+def test_the_worker_that_evaluates_is_replaced_and_ends_with_the_run(tmp_path):
     flags = [*TINY, "--total-timesteps", "38400", "--eval-interval", "64"]
     process, _ = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
     wait_until(lambda: evaluating_worker(process))
@@ -250,7 +253,7 @@ def test_misuse_is_one_line(tmp_path, monkeypatch, flags, says):
     scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags], says)
 
 
-def test_a_dry_run_has_its_command(tmp_path):
+def test_a_dry_run_prints_the_command_of_the_worker_that_evaluates(tmp_path):
     result = subprocess.run(
         [sys.executable, scripts.ROOT / SCRIPT, *TINY, "--eval-interval", "64", "--dry-run",
          "--num-workers", "1", "--bind-address", "127.0.0.1", "--port", "7000"],
@@ -268,7 +271,7 @@ def test_a_video_of_an_evaluated_episode_is_left(tmp_path):
 
 
 class Dark(CountingEnv):
-    """Cannot render, whatever it says."""
+    """Cannot render, although its metadata says that it can."""
 
     metadata = {"render_modes": ["rgb_array"]}
 
@@ -291,14 +294,14 @@ def recorded(env_id, idx, capture_video, run_name):
         (lambda *_: partial(CountingEnv, 3), "make_env has recorded nothing"),
     ],
 )
-def test_a_video_that_cannot_be_is_one_line(tmp_path, make_env, why):
+def test_a_video_that_cannot_be_recorded_is_one_line(tmp_path, make_env, why):
     args, policy = Args(), CategoricalPolicy(linear(1, 2))
     with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/x.mp4: {why}$"):
         film(args, make_env, policy, f"{tmp_path}/x.mp4", {"num_workers": 1}, seed=1)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_signal_while_it_is_recorded_is_no_failure_of_the_video(tmp_path):
+def test_a_signal_during_the_recording_is_not_a_failure_of_the_video(tmp_path):
     def interrupt(*_):
         raise Interrupted
 
@@ -314,7 +317,7 @@ def test_a_signal_while_it_is_recorded_is_no_failure_of_the_video(tmp_path):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_without_pictures_there_is_no_run(tmp_path):
+def test_a_video_of_an_environment_without_pictures_is_refused(tmp_path):
     id = "tests.test_eval_interval:Blind-v0"
     result = scripts.run(SCRIPT, tmp_path, *TINY, "--env-id", id, "--eval-video")
     scripts.check_refusal(result, f"--eval-video: {id} renders no pictures")

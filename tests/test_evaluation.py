@@ -1,4 +1,4 @@
-"""The evaluation of a policy on the workers."""
+"""Evaluations of a policy on the workers."""
 
 import multiprocessing
 import os
@@ -28,9 +28,9 @@ FIELDS = "observations actions logprobs rewards terminations truncations next_ob
 
 
 class Seeded(gym.Env):
-    """Its episodes are as long as the seed says, and its rewards the action's number.
+    """The seed determines how long the episodes are. The reward is the action's number.
 
-    Each process may have ``most`` of it.
+    A process may build at most ``most`` of these environments.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (1,))
@@ -59,7 +59,7 @@ def made(num_workers=2, num_envs=4, **options):
 
 
 def expected(policy, episodes, seed):
-    """The returns of a policy's most likely actions in one environment, which gets one seed."""
+    """Return the returns of a policy's most likely actions in one environment, seeded once."""
     env, returns = Seeded(), []
     for number in range(episodes):
         observation, _ = env.reset(seed=None if number else seed)
@@ -82,7 +82,7 @@ def test_each_environment_has_its_seed_and_its_first_episodes_count():
     assert found.ended.all()
 
 
-def test_it_is_the_same_on_any_number_of_workers():
+def test_an_evaluation_is_the_same_on_any_number_of_workers():
     policy = CategoricalPolicy(linear(1, 2))
     results = []
     for num_workers in 1, 2, 5:
@@ -101,8 +101,10 @@ def test_shares_differ_by_one_and_are_spread():
     assert np.sum(np.split(np.array(shares_of(20, 64)), 2), 1).tolist() == [10, 10]
 
 
-def test_training_goes_on_unharmed():
-    """Workers that did not play go on where they were; versions, pulls and noise are as without."""
+def test_training_continues_undisturbed_after_an_evaluation():
+    """Workers that evaluated nothing continue where they were. Versions, pulls and noise are the
+    same as without an evaluation.
+    """
     policy, other = CategoricalPolicy(linear(1, 2)), CategoricalPolicy(nn.Linear(1, 2))
     rollouts = {}
     for evaluates in False, True:
@@ -128,8 +130,8 @@ def test_training_goes_on_unharmed():
     assert not np.array_equal(before[1].observations[:, 2], after[1].observations[:, 2])
 
 
-def test_what_follows_is_not_what_was_evaluated():
-    """Each evaluation has the same seeds, and training after it must not repeat itself."""
+def test_training_does_not_repeat_itself_after_evaluations():
+    """All evaluations have the same seeds, but the training after each of them differs."""
     policy = CategoricalPolicy(linear(1, 2))
     with made(1, 2) as envs:
         envs.reset(seed=1)
@@ -162,7 +164,7 @@ def test_the_mode_is_the_greedy_action_whatever_epsilon_is():
     assert found.returns.tolist() == found.lengths.tolist()
 
 
-def test_outstanding_rollouts_come_after_it():
+def test_outstanding_rollouts_come_after_an_evaluation():
     policy = CategoricalPolicy(linear(1, 2))
     with made() as envs:
         envs.reset(seed=1)
@@ -177,7 +179,7 @@ def test_outstanding_rollouts_come_after_it():
         assert first.rewards.shape == second.rewards.shape == (5, 4)
 
 
-def test_a_loop_that_steps_must_reset():
+def test_a_loop_that_steps_must_reset_after_an_evaluation():
     with made(1, 2) as envs:
         envs.evaluate(CategoricalPolicy(linear(1, 2)), 2)  # before the first reset
         envs.reset(seed=1)
@@ -210,7 +212,7 @@ def test_a_worker_that_dies_is_replaced_and_plays_again(workers, tmp_path):
 @pytest.mark.parametrize(
     ("make", "returns", "lengths"), [(game_of_lives, 21, 6), (limit_outside, 6, 3)]
 )
-def test_episodes_are_those_that_count(together, make, returns, lengths):
+def test_an_evaluation_counts_episodes_like_a_rollout(together, make, returns, lengths):
     env_fns, options = [make] * 2, {}
     if together:
         mode = AutoresetMode.SAME_STEP
@@ -225,7 +227,7 @@ def test_episodes_are_those_that_count(together, make, returns, lengths):
 
 @pytest.mark.parametrize(
     ("length", "returns"),
-    # 1 to 4; and then 5 to 8, or after the rest from 1 on.
+    # Rewards 1 to 4, and then 5 to 8, or 1 to 4 again after the rest of the first episode.
     [(10**9, [10, 26]), (6, [10, 10]), (4, [10, 10])],
 )
 def test_an_episode_that_does_not_end_is_left_with_a_warning(length, returns, caplog):
@@ -236,7 +238,7 @@ def test_an_episode_that_does_not_end_is_left_with_a_warning(length, returns, ca
     assert found.ended.tolist() == [length == 4] * 2 and (text in caplog.text) == (length > 4)
 
 
-def test_it_goes_on_in_the_background(tmp_path):
+def test_an_evaluation_runs_in_the_background(tmp_path):
     gate, policy = tmp_path / "gate", CategoricalPolicy(linear(1, 2))
     with ClusterEnv([partial(CountingEnv, 3, gate=gate)] * 2, 1) as envs:
         with pytest.raises(NoAsyncCallError, match="without any prior call to `evaluate_async`"):
@@ -254,14 +256,14 @@ def test_it_goes_on_in_the_background(tmp_path):
         assert envs.rollout(policy, 3).rewards[:, 0].tolist() == [1, 2, 3]
 
 
-def test_closing_does_not_wait_for_its_end(caplog):
+def test_closing_does_not_wait_for_the_end_of_an_evaluation(caplog):
     began = time.monotonic()
     with ClusterEnv([partial(CountingEnv, 10**9, delay=0.01)], 1) as envs:
         envs.evaluate_async(CategoricalPolicy(linear(1, 2)), 1)
     assert time.monotonic() - began < 20 and "killed" not in caplog.text
 
 
-def test_a_return_that_is_no_number_names_its_environment():
+def test_the_error_for_a_return_that_is_not_finite_names_the_environment():
     class Odd(CountingEnv):
         def step(self, action):
             observation, _, *others = super().step(action)

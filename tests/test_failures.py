@@ -35,7 +35,7 @@ from .nets import linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
 from .scripts import ROOT, children_of
 
-# For a machine that has other work.
+# Options for a machine that has other work.
 PATIENT = {
     "worker_timeout": HOUR,
     "startup_timeout": HOUR,
@@ -46,8 +46,8 @@ pytestmark = [
 ]
 
 
-# Workers that die. The head notices their end itself, not the silence of their link, which takes
-# an hour here.
+# Workers that die. The head notices that their processes have ended. A silent link would count as
+# lost only after an hour here.
 
 
 def died(worker, pid, rows, how="killed by SIGKILL"):
@@ -120,7 +120,7 @@ def test_a_worker_killed_while_it_builds_its_environments(workers):
 # Processes that environments start.
 
 
-def test_what_has_left_a_killed_workers_group_ends_with_it(workers):
+def test_processes_that_have_left_a_killed_workers_group_end_with_it(workers):
     with ClusterEnv([LeavingEnv] * 2, 2, worker_timeout=HOUR) as envs:
         envs.reset()
         *_, pid = envs.call("pid")
@@ -210,12 +210,12 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
             process.wait()
 
 
-# Workers that do not come up.
+# Workers that do not start.
 
 
 @pytest.fixture
 def instead_of_python(monkeypatch, tmp_path):
-    """A function that makes workers run a shell script instead, with the workers' arguments."""
+    """Return a function that makes workers run a shell script instead, with the same arguments."""
 
     def replace(script):
         path = tmp_path / "python"
@@ -239,7 +239,7 @@ def test_workers_that_say_nothing(instead_of_python, monkeypatch):
         r"worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\) did not come up "
         r".* within 0\.5 s"
     )
-    # Sooner than with the default, a minute.
+    # Sooner than with the default timeout, a minute.
     with (
         at_most(45),
         pytest.raises(StartupError, match=text),
@@ -255,7 +255,7 @@ def test_workers_that_end_at_once(instead_of_python):
 
 
 def test_workers_that_take_too_long_to_build(workers, pipe):
-    def check(seconds):  # the other worker needs them, too
+    def check(seconds):  # the other worker needs some of these seconds, too
         text = (
             rf"^worker 1 \(.*1 to 1\) did not come up or build the next environment "
             rf"within {seconds} s$"
@@ -272,15 +272,15 @@ def test_workers_that_take_too_long_to_build(workers, pipe):
 
 
 class SlowlyBuilt(CountingEnv):
-    """Takes this many seconds to build."""
+    """An environment that takes this many seconds to build."""
 
     def __init__(self, seconds):
         super().__init__()
         time.sleep(seconds)
 
 
-def test_constructors_that_take_long_are_given_time_one_after_the_other(workers):
-    def check(seconds):  # four builds take longer than this, and a busy machine's imports do not
+def test_each_slow_constructor_gets_the_startup_timeout_of_its_own(workers):
+    def check(seconds):  # longer than a busy machine's imports, and shorter than four builds
         start = time.monotonic()
         with ClusterEnv(
             [CountingEnv, *[partial(SlowlyBuilt, 0.4 * seconds)] * 4], 1, startup_timeout=seconds
@@ -337,7 +337,7 @@ def test_a_temporary_directory_that_is_too_deep_for_a_socket(monkeypatch, tmp_pa
     assert os.listdir(directory) == []
 
 
-# Events that are no failures.
+# Events that are not failures.
 
 
 class SteppingEnv(FailingEnv):
@@ -356,7 +356,7 @@ class SteppingEnv(FailingEnv):
 
 @contextlib.contextmanager
 def once_there_is(file, do):
-    """Call a function as soon as there is a file, while the body runs."""
+    """Call a function as soon as a file exists, while the body runs."""
 
     def wait():
         wait_until(file.exists)
@@ -400,7 +400,7 @@ def test_a_rollout_that_is_interrupted_does_not_hang_what_comes_after(tmp_path):
 
 
 class LoudEnv(CountingEnv):
-    """Prints more than a file may hold."""
+    """Prints more than a file may hold in its process."""
 
     def step(self, action):
         resource.setrlimit(

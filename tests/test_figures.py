@@ -1,4 +1,4 @@
-"""The figures' tables and plots, from small logs whose every value is known."""
+"""The figures' tables and plots, made from small logs in which every value is known."""
 
 import contextlib
 import csv
@@ -27,18 +27,18 @@ from .scripts import ROOT
 
 pytestmark = pytest.mark.long
 
-STEPS = 1000  # of each run, logged every 10, twice as often as the curves have points
+STEPS = 1000  # steps of each run, logged every 10 steps: twice for each point of a curve
 
 
 def write_run(directory, flat):
-    """Write the files of a finished run; its return rises to 10 times its seed, and it has pulled
-    at each step.
+    """Write the files of a finished run. Its return rises to 10 times its seed, and it pulls in
+    each step.
     """
     parameters = {name: value for (name,), value in flat.items()}
     logs = directory / "attempt-1" / "runs" / "one"
     writer = SummaryWriter(str(logs))
     for step in range(10, STEPS + 1, 10):
-        if step > 300:  # until then no episode has ended
+        if step > 300:  # until then, no episode has ended
             writer.add_scalar(
                 "charts/episodic_return", 10 * parameters["seed"] * step / STEPS, step
             )
@@ -73,8 +73,8 @@ def write_run(directory, flat):
 
 @pytest.fixture
 def paths(tmp_path, monkeypatch):
-    """Sweeps by divergence and by interval of which all but one configuration have finished, and a
-    function that runs main.
+    """Return the paths of sweeps by divergence and by interval, in which all configurations but one
+    have finished, and a function that runs a module's ``main``.
     """
     monkeypatch.chdir(ROOT)
     swept = {
@@ -155,7 +155,7 @@ def test_tables_hold_what_was_logged_and_keep_it_when_runs_are_gone(paths, capsy
     assert "torch" in run["software"] and "cores" in run["machine"]
     curve = [row for row in curves if row["run"] == run["run"]]
     assert [row["step"] for row in curve[:3]] == ["20", "40", "60"]
-    # Of 310 and 320, of 330 and 340.
+    # The means of steps 310 and 320, and of 330 and 340.
     assert [row["return"] for row in curve[13:17]] == [
         "",
         "",
@@ -190,7 +190,7 @@ def test_a_resumed_runs_curve_has_no_step_twice_and_gaps_repeat_the_point_before
     ]
 
 
-def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, monkeypatch):
+def test_plots_and_claims_are_correct_and_the_same_bytes_each_time(paths, tmp_path, monkeypatch):
     paths, call = paths
     call(collect)
     shutil.copy(paths["--results"] / "runs.csv", tmp_path)
@@ -217,7 +217,7 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
         "250",
     )
     assert rows["KL > 0.1", "always"]["times_fewer_pulls"] == "3.33333"
-    # Of seed 2: the means of two each.
+    # The points of seed 2: each is the mean of two logged values.
     points = [
         6.3,
         *(step / 50 - 0.1 for step in range(340, STEPS + 1, 20)),
@@ -251,7 +251,7 @@ def test_plots_and_claims_are_the_same_bytes_again_and_right(paths, tmp_path, mo
         writer.writeheader()
         writer.writerows(plain)
     (tmp_path / "plain").mkdir()
-    # Nothing has run yet with the decoupled objective, nor an interval.
+    # No run with the decoupled objective has finished, and none with an interval.
     call(plot, **{"--output": tmp_path / "plain"})
     drawn = {f"ppo_cartpole_v1_{kind}.png" for kind in ("synchronization", "lag")}
     assert set(contents(tmp_path / "plain")) == drawn
@@ -299,7 +299,7 @@ def test_statistics():
     np.testing.assert_allclose(
         interval(iqm, values)[1:], np.percentile(middles, [2.5, 97.5], axis=0)
     )
-    # In pairs, only differences within pairs count, whatever the seeds themselves do.
+    # For pairs, only the difference within each pair counts, however much the seeds differ.
     noise = np.array([0.0, 50, -300, 20, 900])
     np.testing.assert_allclose(interval(difference, noise + 3, noise), 3)
     for few in [1.0], [1.0, 1, 1, 1]:
@@ -361,7 +361,7 @@ def test_training_behind_a_slow_link(tmp_path, monkeypatch, capsys):
     )
     assert sent > 2 * 3 * 4e6 and sent / seconds < 1e8 / 8
     capsys.readouterr()
-    slow_network.main()  # again: all runs are done
+    slow_network.main()  # all runs are finished already
     assert capsys.readouterr().out == ""
 
 
@@ -372,7 +372,7 @@ def test_a_worker_that_fails_behind_a_slow_link_ends_the_run(tmp_path, monkeypat
         list(slow_network.train(network, [], tmp_path))
 
 
-def test_a_delay_holds_back_what_passes_in_both_directions_and_loses_nothing():
+def test_a_delay_holds_back_data_in_both_directions_and_loses_nothing():
     sent = os.urandom(2**20)
     with socket.create_server(("127.0.0.1", 0)) as server:
         relay, start = Delay("127.0.0.1", server.getsockname()[1], 0.1), time.monotonic()
@@ -393,7 +393,7 @@ def test_a_delay_holds_back_what_passes_in_both_directions_and_loses_nothing():
             thread.join()
 
 
-def test_slow_links_are_drawn_from_what_there_is(tmp_path):
+def test_slow_links_are_drawn_from_the_runs_that_there_are(tmp_path):
     table = tmp_path / "slow_network.csv"
     columns = dict.fromkeys(slow_network.COLUMNS, "1")
 
@@ -440,7 +440,7 @@ def test_runs_that_differ_in_more_than_their_rule_are_not_compared(paths):
         tasks.load(paths["--results"])
 
 
-def test_without_tables_there_is_one_line(tmp_path, monkeypatch):
+def test_missing_tables_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plot", "--results", str(tmp_path)])
     with pytest.raises(
         SystemExit, match="error: neither .* is there: run python -m experiments.figures.collect"

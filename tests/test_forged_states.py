@@ -27,7 +27,7 @@ def envs():
 
 
 def an_optimizer(steps=0):
-    """An optimizer as the scripts have it, one of whose parameters never gets a gradient."""
+    """Return an optimizer like the scripts', and its parameters, of which one gets no gradient."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (2,), (5,))]
     optimizer = torch.optim.Adam(parameters, lr=0.1, eps=1e-5, fused=True)
     for _ in range(steps):
@@ -72,7 +72,7 @@ def test_an_optimizer_goes_on_as_it_was(tmp_path, steps):
     ],
     ids=str,
 )
-def test_a_state_that_is_no_optimizers_is_refused(path, value):
+def test_a_forged_state_of_an_optimizer_is_refused(path, value):
     state = an_optimizer(3)[0].state_dict()
     *way, last = [int(key) if key.isdigit() else key for key in path.split(".")]
     functools.reduce(operator.getitem, way, state)[last] = value
@@ -88,7 +88,7 @@ def test_a_state_that_is_no_optimizers_is_refused(path, value):
         ("torch", lambda state: state[:100]),
     ],
 )
-def test_random_numbers_do_not_go_on_from_a_state_that_is_none(name, change):
+def test_a_forged_state_of_random_numbers_is_refused(name, change):
     before = rng_state()
     try:
         with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):
@@ -107,7 +107,7 @@ def test_random_numbers_do_not_go_on_from_a_state_that_is_none(name, change):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_workers_do_not_go_on_from_a_state_that_is_none(envs, name, value):
+def test_a_forged_state_of_the_workers_is_refused(envs, name, value):
     before = envs.state_dict()
     with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: "):
         envs.load_state_dict({**before, name: value})
@@ -117,7 +117,7 @@ def test_workers_do_not_go_on_from_a_state_that_is_none(envs, name, value):
 @pytest.mark.parametrize(
     "state", [{"recent": ["x"]}, {"returns": 5}, {"lengths": [0.5]}, {"points": [(1, 2)]}], ids=str
 )
-def test_a_curve_of_something_else_is_refused(state):
+def test_a_forged_state_of_the_learning_curve_is_refused(state):
     curve = LearningCurve()
     with pytest.raises(msgspec.ValidationError):
         LearningCurve().load_state_dict({**curve.state_dict(), **state})

@@ -1,4 +1,4 @@
-"""Workers that are forked from one process, and that process."""
+"""Workers that are forked from one process, the fork server."""
 
 import contextlib
 import errno
@@ -32,12 +32,12 @@ from .scripts import ROOT
 
 
 def server_of(pid):
-    """The process from which a worker was forked."""
+    """Return the pid of the process from which a worker was forked."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class TellingEnv(CountingEnv):
-    """Says what a worker's process is."""
+    """Describes its worker's process."""
 
     def path_of(self, module):
         return sys.modules[module].__file__
@@ -57,10 +57,8 @@ class TellingEnv(CountingEnv):
         }
 
 
-def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes_of_their_own(
-    monkeypatch, tmp_path
-):
-    monkeypatch.setenv("TOLD", "later \udcff")  # after the process that forks has started, maybe
+def test_workers_are_forked_from_one_process_and_resemble_spawned_workers(monkeypatch, tmp_path):
+    monkeypatch.setenv("TOLD", "later \udcff")  # the fork server may have started before
     with ClusterEnv([TellingEnv] * 3, 3) as envs:
         told = envs.call("tell")
         pids = [each["pid"] for each in told]
@@ -73,17 +71,17 @@ def test_workers_are_forked_from_one_process_and_are_what_they_were_as_processes
         assert {each["told"] for each in told} == {ascii("later \udcff")}
         for generator in ("numpy", "python"):  # each draws its own numbers
             assert len({each[generator] for each in told}) == 3
-        assert all("torch" in each["modules"] for each in told)  # as this process has it
+        assert all("torch" in each["modules"] for each in told)  # because this process has it
     monkeypatch.delenv("TOLD")
     monkeypatch.syspath_prepend(tmp_path)
     with ClusterEnv([TellingEnv], 1) as envs:
         (told,) = envs.call("tell")
         assert told["told"] == "None" and told["path"] == import_path()
-        assert server_of(told["pid"]) == server  # it forks for the next `ClusterEnv`, too
+        assert server_of(told["pid"]) == server  # it also serves the next `ClusterEnv`
 
 
 @pytest.mark.long
-def test_a_module_to_preload_is_that_of_the_present_path(monkeypatch, tmp_path):
+def test_a_module_to_preload_is_found_on_the_current_path(monkeypatch, tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "preloaded_here.py").touch()
@@ -144,7 +142,8 @@ def test_workers_outlive_the_process_that_they_were_forked_from(workers, caplog)
             wait_until(lambda: envs.step([0, 0])[3][1])  # noqa: B023
             pid = envs.call("tell")[1]["pid"]
             assert pid not in before
-            # Another process forks this one; but after two have died each is started singly.
+            # Another fork server forks this worker, but after two have died, each worker is
+            # started singly.
             assert (server_of(pid) == os.getpid()) == (lost >= 1), lost
         reasons = [restart["reason"] for restart in envs.restarts]
         assert len(reasons) == 3 and all("died" in reason for reason in reasons)
@@ -176,14 +175,12 @@ def test_a_fork_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: envs.step([0, 0])[3][1])
         assert envs.call("tell")[1]["pid"] != pid
-        assert len(envs.restarts) == 1  # refused attempts are none
+        assert len(envs.restarts) == 1  # refused attempts are not restarts
     text = "worker 1 cannot be started, trying again for up to 60 s: "
     assert any(record.message.startswith(text) for record in caplog.records)
 
 
-def test_a_replacement_comes_also_if_the_next_process_that_forks_cannot_be_started(
-    monkeypatch, caplog
-):
+def test_a_replacement_starts_even_if_the_next_fork_server_cannot(monkeypatch, caplog):
     duplicate, failed = fcntl.fcntl, []
 
     def refuse(file, command, argument):
@@ -203,7 +200,7 @@ def test_a_replacement_comes_also_if_the_next_process_that_forks_cannot_be_start
     assert failed and "lost twice: they are started singly" in caplog.records[-1].message
 
 
-def test_how_a_forked_worker_ended_is_told_with_the_name_of_the_signal():
+def test_the_reason_of_a_forked_workers_end_names_the_signal():
     with ClusterEnv([TellingEnv] * 2, 2) as envs:
         envs.reset()
         os.kill(envs.call("tell")[0]["pid"], signal.SIGSEGV)
@@ -212,7 +209,7 @@ def test_how_a_forked_worker_ended_is_told_with_the_name_of_the_signal():
 
 
 class OddEnv(CountingEnv):
-    """Starts threads and processes and draws, in its constructor, in `reset` and in `render`."""
+    """Starts threads and processes, and draws, in its constructor, in `reset` and in `render`."""
 
     def __init__(self):
         super().__init__()
@@ -246,7 +243,7 @@ def test_environments_start_threads_and_processes_and_draw():
 
 
 class OpenGLEnv(RenderingEnv):
-    """Draws by OpenGL."""
+    """Draws with OpenGL."""
 
     def render(self):
         size = {"width": 64, "height": 48}

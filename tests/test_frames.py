@@ -1,4 +1,4 @@
-"""Stacks of frames: a rollout in which each frame travels once returns the environments' stacks."""
+"""Stacks of frames: a rollout that sends each frame once returns the environments' stacks."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from .test_parts import COLLECT, NOW, a_part, packed
 
 
 class Screens(gym.Env):
-    """Frames of noise, some of them black, and episodes that end often."""
+    """Observes frames of noise, some of which are black. Episodes end often."""
 
     observation_space, action_space = spaces.Box(0, 255, (3, 2), np.uint8), spaces.Discrete(2)
 
@@ -51,7 +51,9 @@ def stacked(padding="reset"):
 
 
 def with_speed():
-    """A Dict of which one leaf is a stack of frames, one a stack of vectors, and one none."""
+    """Return an environment that observes a Dict of a stack of frames, a stack of vectors, and a
+    vector.
+    """
     space = spaces.Dict(
         screen=spaces.Box(0, 255, (4, 3, 2), np.uint8),
         last=spaces.Box(0, 255, (4, 2), np.float32),
@@ -76,7 +78,10 @@ class Net(nn.Module):
 
 @st.composite
 def timelines(draw):
-    """Stacks of steps, and final ones; most continue the previous one, and some do not."""
+    """Draw the stacks of all steps, the final stacks, and the ends of episodes.
+
+    Most stacks continue the previous one, and some do not.
+    """
     num_steps, num_envs, size = (
         draw(st.integers(1, 6)),
         draw(st.integers(1, 3)),
@@ -87,7 +92,7 @@ def timelines(draw):
     stacks = np.empty((num_steps + 1, num_envs, size, 2), np.uint8)
     finals = []
     for step, env in np.ndindex(num_steps + 1, num_envs):
-        # So few values that different frames are often the same.
+        # There are so few values that different frames are often equal.
         frame = rng.integers(0, 3, (1, 2), np.uint8)
         stack = (
             np.concatenate([stacks[step - 1, env, 1:], frame]) if step else frame.repeat(size, 0)
@@ -109,7 +114,7 @@ def timelines(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(timelines())
-def test_whatever_the_stacks_are_they_come_back(timeline):
+def test_any_stacks_are_restored(timeline):
     stacks, finals, ended = timeline
     frames, index, final_index = fold(*timeline)
     assert_same(np.asarray(Frames(frames, index)), stacks)
@@ -117,13 +122,13 @@ def test_whatever_the_stacks_are_they_come_back(timeline):
     assert len(frames) <= (len(stacks) * stacks.shape[1] + len(finals)) * stacks.shape[2]
 
 
-def test_numbers_come_back_to_the_bit():
+def test_numbers_are_restored_to_the_bit():
     stacks = np.array([[[[-0.0], [0.0]]], [[[0.0], [np.nan]]]], np.float32)
     frames, index, _ = fold(stacks, stacks[0, :0], np.zeros((1, 1), bool))
     assert np.asarray(Frames(frames, index)).tobytes() == stacks.tobytes() and len(frames) == 3
 
 
-def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
+def test_a_stack_that_continues_adds_one_frame_and_so_does_an_episode():
     clip = np.arange(9, dtype=np.uint8)[:, None]
     first, second = clip[:4], clip[1:5]
     begins = clip[8:9].repeat(4, 0)
@@ -137,7 +142,7 @@ def test_a_stack_that_goes_on_adds_one_frame_and_an_episode_one():
 @pytest.mark.parametrize(
     "make_env", [stacked, partial(stacked, "zero"), with_speed], ids=["reset", "zero", "dict"]
 )
-def test_rollouts_are_those_without(make_env):
+def test_rollouts_with_stacks_equal_those_without(make_env):
     torch.manual_seed(1)
     net, rollouts = Net(), []
     for frames in ({}, {"frame_stack": 4}):
@@ -151,7 +156,7 @@ def test_rollouts_are_those_without(make_env):
             )
             envs.send(7)
             rollouts[-1] += [envs.recv(worker)[1] for worker in range(2)]
-            rollouts[-1].append(envs.step(np.ones(5, np.int64))[0])  # nothing is folded there
+            rollouts[-1].append(envs.step(np.ones(5, np.int64))[0])  # `step` folds nothing
     for plain, folded in zip(*rollouts, strict=True):
         if isinstance(plain, np.ndarray | dict):
             assert_same(folded, plain)
@@ -175,7 +180,7 @@ def test_rollouts_are_those_without(make_env):
     assert sum(len(rollout.final_observations) for rollout in rollouts[0][:4]) > 0
 
 
-def test_a_rollout_is_one_of_gymnasiums_loop():
+def test_a_rollout_equals_gymnasiums_loop():
     torch.manual_seed(1)
     policy = CategoricalPolicy(Net())
     single = SyncVectorEnv([stacked] * 3, autoreset_mode="SameStep")
@@ -213,7 +218,7 @@ def test_a_text_beside_stacks_can_be_stepped():
         assert envs.step(np.zeros(2, np.int64))[0]["screen"].shape == (2, 4, 3, 2)
 
 
-def test_stacks_are_an_array_that_gathers():
+def test_frames_behave_like_an_array_of_stacks():
     frames, index = (
         np.arange(12).reshape(6, 2),
         np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]]),
@@ -258,7 +263,7 @@ def test_stacks_are_an_array_that_gathers():
         ("4", "frame_stack must be an integer from 1, got '4'"),
     ],
 )
-def test_what_is_no_stack_is_refused_in_one_line(frame_stack, says):
+def test_a_wrong_frame_stack_is_refused_in_one_line(frame_stack, says):
     with pytest.raises(ValueError, match=says):
         ClusterEnv([stacked], frame_stack=frame_stack)
 
@@ -304,7 +309,7 @@ SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
         ),
     ],
 )
-def test_frames_that_cannot_be_are_refused(fields, says):
+def test_frames_that_do_not_fit_are_refused(fields, says):
     part = a_part(SPACE)
     ends = part.final_observations.shape[:1]
     shapes = {"observations": (6, 2), "next_observations": (2,), "final_observations": ends}

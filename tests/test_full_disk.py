@@ -1,5 +1,5 @@
-"""Runs on a full disk. A limit of the size of files, which a test may lift, stands for it: no file
-can be written.
+"""Runs on a full disk. A limit on the size of files stands for it: no file can be written until a
+test lifts the limit.
 """
 
 import errno
@@ -32,8 +32,9 @@ def limit(process, size):
 
 @pytest.fixture
 def full(tmp_path):
-    """The process of a run that has a checkpoint and can write no more; it lasts until there is a
-    file `go`.
+    """Yield the process of a run that has a checkpoint and cannot write any more.
+
+    It lasts until the file `go` exists.
     """
     flags = [*ppo.TINY, *LONG, "--run-name", "x", "--total-timesteps", "3840"]
     process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
@@ -49,8 +50,8 @@ NO_CHECKPOINT = r"no checkpoint of runs/x at step \d+: File too large; training 
 
 
 def await_warnings(process):
-    """Read a run's output until it has warned of logs and of two checkpoints; there is no other
-    output.
+    """Read a run's errors until it has warned of its logs and of two checkpoints. Check that there
+    are no other errors.
     """
     lines = [process.stderr.readline()]
     while len(lines) < 3 or NO_LOGS not in lines:
@@ -59,7 +60,7 @@ def await_warnings(process):
     assert all(re.fullmatch(NO_CHECKPOINT, line) for line in lines), lines
 
 
-def test_on_a_full_disk_training_goes_on_and_when_there_is_room_again_all_is_saved(tmp_path, full):
+def test_training_continues_on_a_full_disk_and_all_is_saved_once_there_is_room(tmp_path, full):
     folder = tmp_path / "runs" / "x"
     await_warnings(full)
     before = load_checkpoint(folder)["global_step"]
@@ -77,7 +78,7 @@ def test_on_a_full_disk_training_goes_on_and_when_there_is_room_again_all_is_sav
     )
 
 
-def test_a_signal_on_a_full_disk_is_one_line_and_not_the_exit_code_of_what_is_saved(tmp_path, full):
+def test_a_signal_on_a_full_disk_is_one_line_and_not_the_exit_code_of_a_saved_run(tmp_path, full):
     await_warnings(full)
     full.terminate()
     *_, line = full.communicate()[1].splitlines()

@@ -1,8 +1,8 @@
-"""Many mutated and random messages: none escapes, nothing grows, and the run goes on.
+"""Many mutated and random messages: all are dropped, memory does not grow, and the run continues.
 
 FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py
 
-The suite itself sends 50,000.
+By default, a test sends 50,000 messages.
 """
 
 import contextlib
@@ -65,7 +65,9 @@ def valid_messages(*, to_head):
 
 
 def mutated(rng, message):
-    """One possible change of bytes: some change, go, come, or repeat; frames, too."""
+    """Return a message with a few random mutations: bytes are changed, removed, inserted or
+    repeated, and frames are appended or removed.
+    """
     message = [bytearray(frame) for frame in message]
     for _ in range(rng.randint(1, 4)):
         frame = rng.choice(message)
@@ -92,7 +94,7 @@ def resident_bytes(pid):
 
 @pytest.fixture
 def cluster():
-    # A worker that is no fork has its flags in a command line of its own.
+    # A worker that is not forked has its own command line, with its flags.
     with ClusterEnv([partial(CountingEnv, length=10**9)] * 2, 2, worker_start="spawn") as envs:
         envs.reset()
         yield envs
@@ -114,11 +116,11 @@ def test_a_strangers_mutations_change_nothing(cluster, workers, monkeypatch):
                 assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
             sizes.append(resident_bytes(os.getpid()))
         assert not stranger.poll(0)
-    assert sizes[-1] < sizes[len(sizes) // 5] + 20e6  # the first ones warm up
+    assert sizes[-1] < sizes[len(sizes) // 5] + 20e6  # the first rounds warm up
 
 
 class Head:
-    """Stands in for the head of one worker, to send messages that no head would."""
+    """Stands in for the head of one worker, and can send messages that no head would send."""
 
     def __init__(self, socket, directory):
         self.socket, self.seq = socket, 0
@@ -134,7 +136,7 @@ class Head:
             address,
         ]
         self.process = subprocess.Popen(command, cwd=ROOT)
-        self.identity, *_ = next(self.received())  # of its hello
+        self.identity, *_ = next(self.received())  # the sender of its `Hello`
 
     def received(self):
         """Yield the sender and the content of each message, except those of the worker's pulse."""
@@ -144,7 +146,7 @@ class Head:
                 yield identity, *decode_from_worker(header)
 
     def ask(self, request, *arguments):
-        """Send the worker a request, and return its answer."""
+        """Send the worker a request, and return its response."""
         self.seq += 1
         self.socket.send_multipart([self.identity, *frames(self.seq, request, *arguments)])
         return next(answer for _, seq, answer in self.received() if seq == self.seq)
@@ -168,7 +170,7 @@ def test_a_worker_drops_what_it_cannot_decode():
                 (header, *_) = mutated(rng, rng.choice(originals)[:1])
                 with contextlib.suppress(Exception):
                     decode_from_head(header)
-                    continue  # one that the worker would obey
+                    continue  # the worker would obey this message
                 socket.send_multipart([head.identity, header])
                 if number % 500 == 0:
                     assert head.ask(Call("pid"), nothing) == own

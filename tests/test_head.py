@@ -1,5 +1,5 @@
-"""The head without processes, sockets or a wall clock: when it loses workers, whom it serves in
-between, and what it reports.
+"""The head without processes, sockets or a wall clock: when it counts workers as lost, which
+workers it serves in between, and what it reports.
 """
 
 import re
@@ -19,7 +19,7 @@ from .simulated import SIGKILL, STARTUP_S, Processes, Simulation, a_part, opens
 pytestmark = pytest.mark.filterwarnings("ignore:.*ERROR")
 
 
-def test_all_are_up_and_answer():
+def test_all_workers_start_and_answer():
     simulation = Simulation(5)
     assert {worker.process.state for worker in simulation.workers} == {State.READY}
     assert simulation.call() == [0, 1, 2, 3, 4]
@@ -27,8 +27,8 @@ def test_all_are_up_and_answer():
 
 @pytest.mark.parametrize("number", [1, 3, 100])
 @pytest.mark.parametrize("how", ["died", "cut off"])
-def test_many_losses_take_as_long_as_one(number, how):
-    """That includes losses that nobody waits for; and the others are served in between."""
+def test_many_lost_workers_take_as_long_as_one(number, how):
+    """This includes workers that no call waits for. The others are served in between."""
     simulation = Simulation(number + 2)
     processes = dict(simulation.launcher.of)
     lost = list(range(2, number + 2))
@@ -52,17 +52,17 @@ def test_many_losses_take_as_long_as_one(number, how):
 
     simulation.pool.wait_until(one_more, waiting)
     took = simulation.network.now - start
-    # The second until a ping fails.
+    # A ping fails after one second.
     assert took <= 1 + LOOK_S + 0.1 + (REASON_S if how == "cut off" else 0)
     # All are replaced at the same time.
     assert len({simulation.launcher.started_at[index][1] for index in lost}) == 1
     assert len(simulation.recovery.restarts) == number
     if how == "cut off":
-        # Taken while others were being lost.
+        # Some answers came while lost workers were not replaced yet.
         assert any(state in (State.LOST, State.KILLED) for _, state in answers)
 
 
-def test_a_link_that_breaks_before_its_process_has_ended_is_lost_for_the_processes_reason():
+def test_a_link_that_breaks_before_its_process_ends_is_reported_with_the_processes_reason():
     simulation = Simulation(1)
     first = simulation.launcher.of[0]
     first.cut_off = True
@@ -100,7 +100,7 @@ def test_a_replacement_has_as_long_to_start_as_the_first():
     assert "did not come up" in simulation.recovery.restarts[1]["reason"]
 
 
-def test_who_waits_for_a_scheduler_has_all_the_time_and_it_is_said_what_for(caplog):
+def test_waiting_for_a_scheduler_has_no_time_limit_and_its_reason_is_logged(caplog):
     class Queued(Processes):
         def pending(self, index):
             return "Resources" if self.network.now < 10 * NOTICE_S and index == 1 else None
@@ -157,7 +157,7 @@ def test_an_idle_worker_is_replaced_while_another_is_awaited():
     assert simulation.call(1) == [1]
 
 
-def test_who_is_cut_off_is_said_to_have_answered_last_when_it_did():
+def test_the_reason_of_a_cut_off_worker_says_when_its_last_message_came():
     simulation = Simulation(2)
     for _ in range(5):
         simulation.network.now += 100
@@ -168,7 +168,7 @@ def test_who_is_cut_off_is_said_to_have_answered_last_when_it_did():
     assert re.search(r"\(its last message came [123] s ago\)", restart["reason"])
 
 
-def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_not():
+def test_only_unanswered_requests_of_a_lost_worker_are_sent_to_its_replacement():
     simulation = Simulation(1)
     first, (worker,) = simulation.launcher.of[0], simulation.workers
     first.stopped = True
@@ -187,9 +187,9 @@ def test_what_a_lost_worker_had_not_answered_is_asked_again_and_what_it_had_is_n
     assert simulation.call() == [0] and simulation.network.dropped == 0
 
 
-def test_kills_at_random_do_not_hit_the_limit_as_long_as_there_are_steps():
-    """Every 2 seconds one of four workers is killed, whatever it does. Starting takes a look or
-    two, and so do steps.
+def test_random_kills_do_not_reach_the_limit_of_restarts_while_there_are_steps():
+    """Every 2 seconds, one of four workers is killed, whatever it is doing. To start a worker
+    takes one or two looks of the head, and so does a step.
     """
     simulation, rng = Simulation(4, max_restarts=2), np.random.default_rng(1)
     for _ in range(200):
@@ -252,7 +252,7 @@ def test_workers_that_say_nothing_are_named_together():
     assert STARTUP_S < simulation.network.now < STARTUP_S + 2 * LOOK_S
 
 
-def test_with_fewer_workers_than_may_come_one_that_is_late_is_a_loss():
+def test_a_late_worker_is_lost_if_enough_others_have_started():
     class SecondIsLate(Processes):
         def start_worker(self, index):
             self.greets = index == 0
@@ -266,7 +266,7 @@ def test_with_fewer_workers_than_may_come_one_that_is_late_is_a_loss():
     assert simulation.launcher.killed[0][0] == 1
 
 
-def test_who_comes_late_has_all_the_time_to_build():
+def test_a_late_worker_has_the_whole_startup_timeout_to_build():
     simulation = Simulation(1, launcher=Silent, start=False)
     network, exchange = simulation.network, simulation.network.exchange
 
@@ -284,7 +284,7 @@ def test_who_comes_late_has_all_the_time_to_build():
 
 
 class Builds(Processes):
-    """They build their environments, one after the other, and report only that."""
+    """Workers that build their environments one after the other, and report only that."""
 
     def start_worker(self, index):
         super().start_worker(index)
@@ -292,7 +292,7 @@ class Builds(Processes):
 
 
 @pytest.mark.parametrize("built", [1, 4])
-def test_who_builds_one_environment_after_the_other_is_not_late(built):
+def test_a_worker_that_builds_one_environment_after_the_other_is_not_late(built):
     simulation = Simulation(1, launcher=Builds, start=False)
     simulation.workers[0].num_envs = 4
     network, exchange, times = (
@@ -326,7 +326,7 @@ def test_a_process_that_cannot_be_killed_is_given_up_in_time():
     start, before = simulation.network.now, simulation.network.exchanges
     simulation.wait(1 + REASON_S + KILL_S + 1)
     assert len(simulation.recovery.restarts) == 1
-    # The pool waits for it, and does not poll.
+    # The pool waits for its end without busy polling.
     assert simulation.network.exchanges - before < 1.1 * (REASON_S + KILL_S) / SOON_S
     assert simulation.launcher.started_at[1][1] - start <= 1 + REASON_S + KILL_S + 3 * LOOK_S
 
@@ -382,13 +382,13 @@ def test_a_deadline_names_who_is_missing():
 def test_closing_asks_first_and_ends_in_time():
     simulation = Simulation(2)
     start = simulation.network.now
-    # They stay connected, as these do not leave when they are told to.
+    # The workers stay connected, because these do not leave when they are told to.
     simulation.pool.close(timeout=3)
     assert 3 <= simulation.network.now - start < 3.1 and simulation.network.closed
     simulation.pool.close(timeout=3)
 
 
-def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait():
+def test_messages_that_an_exception_leaves_unhandled_are_handled_by_the_next_wait():
     times = iter(range(9))
 
     def interrupted(asked, answer, *_):
@@ -405,7 +405,7 @@ def test_what_was_under_way_when_an_exception_came_is_handled_by_the_next_wait()
     assert simulation.network.now - before < 0.1
 
 
-def test_a_replacement_is_asked_the_same_by_which_it_draws_the_same():
+def test_a_replacement_gets_the_same_requests_which_determine_its_noise():
     simulation = Simulation(1)
     (worker,), network = simulation.workers, simulation.network
     collects = [Collect(5, 1, 0, 0.0, [], rollout=number) for number in range(2)]
@@ -425,7 +425,7 @@ def test_a_replacement_is_asked_the_same_by_which_it_draws_the_same():
     assert [(out.seq, out.message) for out in sent] == list(zip(seqs, collects, strict=True))
 
 
-def test_what_a_worker_says_of_an_error_moves_no_cursor():
+def test_control_characters_in_a_workers_error_are_escaped():
     error = to_exception(
         [
             (
@@ -472,7 +472,7 @@ def test_the_cause_of_an_error_says_where_it_was_raised(env, ends, which):
         "x",
     ],
 )
-def test_what_cannot_be_raised_as_it_was_is_an_env_error(kind):
+def test_an_exception_that_cannot_be_raised_as_it_was_is_an_env_error(kind):
     error = to_exception([("worker 2", Error(None, kind, "text", "Traceback", fatal=True))])
     assert type(error) is EnvError and str(error).endswith(f"raised {kind}: text\n\nTraceback")
 
@@ -505,7 +505,7 @@ def test_after_the_error_that_ends_it_a_worker_is_not_heard():
 @pytest.mark.parametrize(
     "answer", [Reply(None), a_part(), Error(0, "builtins.ValueError", "", "", False)]
 )
-def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer):
+def test_a_worker_that_answers_an_unknown_request_is_lost_before_its_response_is_opened(answer):
     simulation = Simulation(1)
     for seq in range(1000, 2000):
         simulation.network.deliver(simulation.launcher.of[0].identity, seq, answer)
@@ -514,17 +514,17 @@ def test_who_answers_what_it_was_not_asked_is_lost_before_that_is_opened(answer)
     assert "it answered a request that it was not sent, or did so twice" in restart["reason"]
 
 
-def test_who_answers_twice_is_lost():
+def test_a_worker_that_answers_twice_is_lost():
     simulation = Simulation(1)
     identity = simulation.launcher.of[0].identity
     (seq,) = simulation.never()
     for _ in range(2):
         simulation.network.deliver(identity, seq, Reply(None))
     assert simulation.call() == [0]
-    assert "had answered already" in simulation.recovery.restarts[0]["reason"]
+    assert "or did so twice" in simulation.recovery.restarts[0]["reason"]
 
 
-def test_a_worker_is_described_by_where_it_is_and_what_it_has():
+def test_a_worker_is_described_by_its_host_and_its_environments():
     worker = Worker(3, slice(4, 6), b"", [], offset=100)
     assert worker.describe() == "worker 3 (no hello yet, environments 104 to 105)"
     worker.process.host, worker.process.pid, worker.process.ended_because = "node7", 12, "lost"
@@ -535,7 +535,7 @@ def test_a_worker_is_described_by_where_it_is_and_what_it_has():
 
 
 @pytest.mark.parametrize("version", [0, 1, 10**6])
-def test_who_pulls_for_something_else_than_to_act_is_lost(version):
+def test_a_worker_that_pulls_without_a_request_to_act_is_lost(version):
     simulation = Simulation(1)
     simulation.store.version = 1
     (seq,) = simulation.never()
@@ -557,7 +557,7 @@ def test_who_pulls_for_something_else_than_to_act_is_lost(version):
     ],
 )
 def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
-    # A difference may not fit the weights that it is added to; all weights always do.
+    # A difference may not fit the weights that it is added to, but all weights always fit.
     process, found = Process(), []
     process.asked[7] = Collect(1, 9, 0, 0.0, [])
     for held in pulls:
@@ -566,7 +566,7 @@ def test_a_second_pull_is_only_for_a_worker_that_held_something(pulls, may):
     assert found == [True] * (len(pulls) - 1) + [may]
 
 
-def test_an_answer_that_its_opener_fails_at_costs_its_worker_alone():
+def test_a_response_that_cannot_be_opened_costs_only_its_worker():
     opened = iter([RuntimeError("no"), None])
 
     def fails_once(asked, answer, *_):

@@ -26,13 +26,13 @@ PACKAGE = ROOT / "clusterenv_runtime"
 
 
 def metadata_of(script):
-    """The metadata within a script, as PEP 723 has it."""
+    """Return a script's inline metadata, which PEP 723 defines."""
     (block,) = re.findall(r"^# /// script\n((?:#.*\n)+?)# ///$", script.read_text(), re.MULTILINE)
     return tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
 
 
 def modules_of(path):
-    """The third-party modules that a file imports, by their first name."""
+    """Yield the top-level names of the modules that a file imports, except by relative imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -65,7 +65,7 @@ def test_uv_run_installs_what_the_script_needs(script):
 
 
 def needs_of(*files):
-    """Return what these files of requirements pin, by name."""
+    """Return the requirements in these files, by name."""
     texts = "\n".join((ROOT / file).read_text() for file in files)
     lines = [line.partition("#")[0].strip() for line in texts.splitlines()]
     return {need.name: need for need in map(Requirement, filter(None, lines))}
@@ -86,7 +86,7 @@ def test_the_versions_that_are_tested_are_in_the_ranges():
 
 def test_the_lowest_versions_that_are_tested_are_those_of_the_ranges():
     pinned, lowest = needs_of("requirements.txt"), needs_of("tests/lowest.txt")
-    own = {"export", "minatar"}  # tested with the pinned versions alone
+    own = {"export", "minatar"}  # tested only with the pinned versions
     others = {"envpool", "ray"}  # in neither file: tested where they are installed
     extras = [line for name in EXTRAS.keys() - own - others for line in EXTRAS[name]]
     ranges = [(line, lowest) for line in [*PROJECT["dependencies"], *extras]]
@@ -108,7 +108,7 @@ def test_gymnasium_has_the_private_attributes_that_are_used():
 
 
 def build(tree, kind):
-    """Build a distribution of a tree; every deprecation is an error."""
+    """Build a distribution of a tree, and return its path. Every warning is an error."""
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}('dist'))"
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(command, cwd=tree, capture_output=True, text=True)
@@ -116,7 +116,7 @@ def build(tree, kind):
     return tree / "dist" / result.stdout.splitlines()[-1]
 
 
-def test_the_wheel_holds_the_package_and_so_does_the_one_that_the_sdist_builds(tmp_path):
+def test_the_sdist_holds_the_package_and_so_does_the_wheel_that_it_builds(tmp_path):
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("clusterenv_runtime", "tests"):
@@ -144,7 +144,7 @@ def test_the_wheel_holds_the_package_and_so_does_the_one_that_the_sdist_builds(t
 
 
 def strangers(directory):
-    """Put a newer package of another project, which has a name like this one's, into an index."""
+    """Write a newer package of another project, which has a similar name, into an index."""
     name = "clusterenv-9.9"
     with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
         wheel.writestr("clusterenv/__init__.py", "")
@@ -154,7 +154,7 @@ def strangers(directory):
 
 
 def told_to_install():
-    """What texts and messages tell users to install, and scripts and pyproject.toml name."""
+    """Yield the packages that texts and messages tell users to install, and scripts require."""
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )

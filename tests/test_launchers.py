@@ -1,4 +1,4 @@
-"""Launchers without a cluster: the output of --dry-run, workers started by hand, names of runs, and
+"""Launchers without a cluster: the output of --dry-run, workers started by hand, runs' names, and
 mistakes.
 """
 
@@ -59,7 +59,7 @@ HET = {
 
 @pytest.fixture
 def path(tmp_path):
-    """PATH with a stand-in for Slurm's commands."""
+    """Return a PATH with stand-ins for Slurm's commands."""
     (tmp_path / "bin").mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", "#!/bin/sh\nexit 1\n")):
         (tmp_path / "bin" / name).write_text(text)
@@ -124,15 +124,15 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"} | shared
     launcher.resources = {"CPU": 2}
     kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
-    # This variable contradicts the flags of a step with cores of its own.
+    # The shared variables contradict the flags of a step with its own cores.
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
 
 
 @pytest.fixture
 def start_steps(monkeypatch, path):
-    """A function that starts workers with so many cores each; it returns their launcher.
+    """Return a function that starts workers with a number of cores each. It returns their launcher.
 
-    Besides the head's cores, the node n1 has 2, n2 has 4 and n3 has 2.
+    Besides the head's cores, the node n1 has 2 cores, n2 has 4 and n3 has 2.
     """
     for name, value in {"PATH": path, **PLAIN}.items():
         monkeypatch.setenv(name, value)
@@ -155,11 +155,11 @@ def node_of(launcher, worker):
 
 @pytest.mark.parametrize(
     ("cores", "number", "index", "before", "after"),
-    [  # how many cores and workers, which worker is replaced, and its nodes
-        (0, 2, 1, "n1", "n2"),  # the next one: all cores are shared
+    [  # the cores of each worker, the workers, the replaced worker, and its nodes
+        (0, 2, 1, "n1", "n2"),  # the next node, because all cores are shared
         (1, 2, 1, "n2", "n3"),
         (2, 3, 2, "n3", "n2"),  # n1 is full
-        (3, 1, 0, "n2", "n2"),  # no other node has so many
+        (3, 1, 0, "n2", "n2"),  # no other node has 3 cores
     ],
 )
 def test_a_replacement_goes_where_cores_are_left(start_steps, cores, number, index, before, after):
@@ -207,7 +207,7 @@ def test_workers_go_to_where_cores_are_left():
     assert Allocation({"a": 2, "b": 4}, 1, "a", False).places(3, own_cores=2) == ["b", "a", "b"]
 
 
-def test_a_percent_sign_in_a_log_is_none_to_srun():
+def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
     assert "--output=runs/100%%/log" in srun_command(0, "a", False, "runs/100%/log", ["worker"])
 
 
@@ -314,14 +314,14 @@ def test_a_launcher_is_asked_once_for_its_address():
     assert launcher.times == 1
 
 
-def test_a_prefix_lets_the_head_go_before_its_workers(workers):
+def test_a_prefix_can_give_workers_a_lower_priority_than_the_head(workers):
     with ClusterEnv([CountingEnv] * 2, 2, launcher=LocalLauncher(prefix="nice -n 3")) as envs:
         envs.reset()
         for pid in workers():
             assert os.getpriority(os.PRIO_PROCESS, pid) == min(
                 os.getpriority(os.PRIO_PROCESS, 0) + 3, 19
             )
-            # Where sessions share the cores, its priority counts within them only.
+            # Where sessions share the cores, its priority counts only within its session.
             assert os.getsid(pid) == os.getsid(0)
             assert os.getpgid(pid) == pid != os.getpgid(0)  # Ctrl-C is for the head
 
@@ -336,7 +336,7 @@ def test_a_prefix_may_have_the_worker_as_its_child(workers):
         assert len(envs.restarts) == 1
 
 
-def test_a_prefix_may_give_the_worker_processes_of_its_own():
+def test_a_prefix_may_give_the_worker_its_own_namespace_of_processes():
     container = process_namespace()
     with ClusterEnv([CountingEnv] * 2, 2, worker_prefix=shlex.join(container)) as envs:
         envs.reset()
@@ -345,7 +345,9 @@ def test_a_prefix_may_give_the_worker_processes_of_its_own():
 
 @pytest.mark.long
 def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
-    (tmp_path / "runs" / "name" / "workers").mkdir(parents=True)  # from an attempt that died young
+    (tmp_path / "runs" / "name" / "workers").mkdir(
+        parents=True
+    )  # from an attempt that failed early
     flags = [*TINY, "--run-name", "name", "--total-timesteps", "64"]
     result = run("ppo_clusterenv.py", tmp_path, *flags)
     assert result.returncode == 0 and (tmp_path / "runs" / "name" / "summary.json").exists(), (
@@ -357,8 +359,8 @@ def test_a_name_is_taken_once_a_run_of_it_has_a_checkpoint(tmp_path):
     )
 
 
-# Runs a script that gives its workers more than the usual 3 seconds at its end to read that they
-# must end.
+# Runs a script. At its end, its workers have more than the usual 3 seconds to read that they must
+# end.
 PATIENT = f"""
 import functools, runpy, sys
 from clusterenv_runtime import ClusterEnv
@@ -412,7 +414,7 @@ def test_workers_started_by_hand_train_and_are_awaited_again(tmp_path):
         assert next(said).startswith("2 workers ready in ")
         assert next(said).startswith("step")
         workers[1].kill()
-        # Its command once more.
+        # Its command is printed again.
         line = next(line for line in process.stdout if not line.startswith("step"))
         assert line == lines[1]
         start(line)
@@ -440,13 +442,13 @@ def test_waiting_for_workers_ends_at_once_when_told_to(tmp_path, number, code):
     lines = [process.stdout.readline() for _ in range(4)]
     assert "clusterenv_runtime.worker" in lines[3]
     process.send_signal(number)
-    _, errors = process.communicate(timeout=PATIENCE)  # for workers it would wait for ever
+    _, errors = process.communicate(timeout=PATIENCE)  # it would wait for workers forever
     assert (process.returncode, errors) == (code, "interrupted\n")
     assert not list(tmp_path.iterdir())  # the run never began
 
 
 class Queue(ExternalLauncher):
-    """A launcher whose worker waits in a queue, then counts as started, and still does not come."""
+    """A launcher whose worker waits in a queue, then counts as started, but never connects."""
 
     waits = 3
 
@@ -473,7 +475,7 @@ def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
     ] * 2
 
 
-def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
+def test_keys_made_ahead_are_private_and_separate_for_head_and_workers(tmp_path):
     command = [sys.executable, "-m", "clusterenv_runtime.keys", "key"]
     result = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True
@@ -499,7 +501,7 @@ def test_keys_made_ahead_are_the_heads_and_the_workers_alone(tmp_path):
     assert (again.returncode, again.stderr) == (1, "error: cannot write key: File exists\n")
 
 
-SCHEMA = "1.37"  # the newest version of Kubernetes whose schema there is
+SCHEMA = "1.37"  # the newest version of Kubernetes that has a schema
 
 
 def manifest(name):
@@ -551,7 +553,7 @@ def test_the_jobset_is_of_the_same_jobs():
         kubernetes_validate.validate(
             {**plain, "spec": job["template"]["spec"]}, SCHEMA, strict=True
         )
-        # A JobSet has these as a whole.
+        # A JobSet has these settings as a whole.
         for setting in (
             "activeDeadlineSeconds",
             "ttlSecondsAfterFinished",
@@ -581,7 +583,7 @@ def test_the_manifests_head_begins_a_run_or_goes_on(tmp_path):
 
     assert start() == ["--run-name", "run"]
     (tmp_path / "runs" / "run").mkdir(parents=True)
-    assert start() == ["--run-name", "run"]  # and files there without a checkpoint have been moved
+    assert start() == ["--run-name", "run"]  # a folder without a checkpoint is moved away
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("without-checkpoint-")
     (tmp_path / "runs" / "run").mkdir()

@@ -1,7 +1,8 @@
-"""Several learners, started by torchrun: their update is that of one, and none outlives another.
+"""Several learners, started by torchrun: their update equals that of one learner, and no learner
+outlives another.
 
-``LEARNER_KILLS=10 python -m pytest -s tests/test_learners.py -k random_moments`` kills one so
-often, instead of twice.
+``LEARNER_KILLS=10 python -m pytest -s tests/test_learners.py -k random_moments`` kills a learner
+ten times, instead of twice.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def torchrun(number, *flags):
 
 
 def train_together(number, script, directory, *flags):
-    """Run a script to its end with so many learners; return the run's folder and its summary."""
+    """Run a script to its end with this many learners. Return the run's folder and summary."""
     command = [*torchrun(number), str(ROOT / script), *flags]
     result = subprocess.run(
         command, cwd=directory, env=environment(), capture_output=True, text=True
@@ -79,9 +80,9 @@ def train_together(number, script, directory, *flags):
     return folder, json.loads((folder / "summary.json").read_text())
 
 
-# Their update is that of one learner.
+# Their update equals that of one learner.
 @pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_several_learners_learn_what_one_does(tmp_path, number):
+def test_several_learners_learn_the_same_as_one(tmp_path, number):
     flags, runs = [*TINY, *FEW.split()], []
     together = partial(train_together, number, SCRIPT)
     for name, start in (("one", partial(train, "ppo_clusterenv.py")), ("several", together)):
@@ -92,7 +93,7 @@ def test_several_learners_learn_what_one_does(tmp_path, number):
 
 
 @pytest.mark.long
-def test_the_pages_diff_gives_the_script_of_atari_several_learners(tmp_path):
+def test_the_pages_diff_gives_the_atari_script_several_learners(tmp_path):
     pytest.importorskip("ale_py", reason="Atari is not installed: pip install ale-py")
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "learners.md").read_text(), re.S)[1]
     several = tmp_path / "several"
@@ -171,7 +172,7 @@ class FakeEnvs:
         self.loaded = state
 
 
-def test_a_checkpoint_counts_the_bytes_of_all_learners_and_the_first_one_goes_on_with_them():
+def test_a_checkpoint_counts_the_bytes_of_all_learners_and_the_first_one_resumes_them():
     first, second = FakeEnvs(), FakeEnvs()
     workers = SharedWorkers(first, True)
     workers.others_bytes = 15
@@ -185,7 +186,7 @@ def test_a_checkpoint_counts_the_bytes_of_all_learners_and_the_first_one_goes_on
 
 # What they compute together.
 class Thread(Learners):
-    """One of two learners that are threads."""
+    """One of two learners, which are threads."""
 
     meeting, parts = threading.Barrier(2), [None, None]
 
@@ -198,7 +199,7 @@ class Thread(Learners):
 
 
 def by_two_learners(compute):
-    """What each of two learners computes."""
+    """Return what each of two learners computes."""
     results = [None, None]
 
     def run(rank):
@@ -221,9 +222,9 @@ def test_values_of_different_lengths_are_gathered_and_so_are_texts():
     assert by_two_learners(lambda one: one.sum(np.array([1.0, one.rank]))[1]) == [1, 1]
 
 
-def test_frames_of_two_learners_are_joined_each_of_them_once():
+def test_frames_of_two_learners_are_joined_and_each_is_kept_once():
     def rows(one):
-        number = 3 + one.rank  # of frames
+        number = 3 + one.rank  # the number of frames
         frames = torch.arange(number)[:, None] + 10 * one.rank
         index = torch.tensor([[0, 1], [1, number - 1]])  # (num_steps, own_envs)
         joined = one.gather_rows(Frames(frames, index[..., None]))
@@ -241,13 +242,15 @@ def test_frames_of_two_learners_are_joined_each_of_them_once():
     ],
     ids=["model", "random numbers"],
 )
-def test_a_model_that_is_another_ends_the_run_by_its_name(tmp_path, monkeypatch, change, what):
+def test_a_model_that_differs_ends_the_run_and_its_learner_is_named(
+    tmp_path, monkeypatch, change, what
+):
     monkeypatch.chdir(tmp_path)
     run = LearnersRun(ppo_multilearner_clusterenv.Args(run_name="x"))
     model, told = nn.Linear(2, 2), []
     run.begin()
     run.learners = Learners(0, 2)
-    # Its first message, and its message now.
+    # Learner 0 sends this run's first message, and learner 1 its present message.
     run.learners.gather = lambda own: told.append(own) or [told[0], own]
     ends = np.zeros((1, 1), bool)
     rollout = SimpleNamespace(
@@ -282,7 +285,7 @@ def test_the_checksum_is_of_all_of_a_model():
 
 # Mistakes.
 class Alike(Learners):
-    """Two learners, of which the other one says and has the same."""
+    """One of two learners. The other one has and sends the same."""
 
     def gather(self, values):
         return [values, values]
@@ -378,7 +381,7 @@ class Together:
         assert len(self.workers) == 2
 
     def checkpoint(self):
-        """The step of the newest checkpoint, -1 if there is none."""
+        """Return the step of the newest checkpoint, or -1 if there is none."""
         steps = [
             int(path.name.split("-")[1])
             for path in (self.directory / "runs" / "x").glob("checkpoint-*.pt")
@@ -390,7 +393,7 @@ class Together:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def finish(self):
-        """Wait until all has ended by itself; return the scripts' lines of errors."""
+        """Wait until all processes have ended by themselves. Return the scripts' error lines."""
         _, self.errors = self.process.communicate(timeout=PATIENCE)
         wait_until(lambda: not any(map(alive, [*self.learners, *self.workers])))
         assert "forcefully" not in self.errors
@@ -398,13 +401,15 @@ class Together:
 
 
 def lines_of(errors):
-    """The scripts' lines; torch begins some of them with the rank."""
+    """Return the scripts' error lines, without the rank with which torch begins some of them."""
     lines = [re.sub(r"^\[rank\d\]: ", "", line) for line in errors.splitlines()]
     return [line for line in lines if line.startswith(("error: ", "interrupted"))]
 
 
 def is_lost_or_interrupted(line):
-    """torchrun's signal may come before a learner has noticed that another is lost."""
+    """Return whether a line says that the other learners were lost, or that this one was
+    interrupted: torchrun's signal may come before a learner notices the loss of another.
+    """
     return re.fullmatch(LOST, line) or line.startswith("interrupted; to resume: ")
 
 
@@ -499,7 +504,7 @@ def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):
     assert is_lost_or_interrupted(line) and "; to resume: torchrun " in line
 
 
-def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption(monkeypatch):
+def test_a_lost_learner_is_an_error_in_an_update_and_an_interruption_before_it(monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("Connection closed by peer")
 
@@ -520,7 +525,7 @@ def test_amid_an_update_a_lost_learner_is_an_error_and_before_it_an_interruption
             update()
 
 
-def test_where_nothing_is_logged_a_writer_takes_all_calls():
+def test_the_writer_of_a_learner_without_logs_accepts_all_calls():
     writer = _NoWriter()
     assert writer.add_scalar("losses/mine", 1.0, global_step=3) is None
     assert writer.add_histogram("weights", np.zeros(2), 3) is None

@@ -1,4 +1,4 @@
-"""What a worker's process is: what the head's was when the `ClusterEnv` was made."""
+"""Worker processes that resemble the head's process at the time when the `ClusterEnv` was made."""
 
 import functools
 import importlib
@@ -23,8 +23,8 @@ from .envs import CountingEnv
 from .patience import kill, wait_until
 from .scripts import ROOT
 
-# A script whose process differs in all that a process can differ in, and which tells the facts
-# about itself and about its two workers: the first ones, and their replacements.
+# A script that changes whatever can be changed in its process. It prints the facts about itself,
+# about its two workers, and about the workers' replacements.
 SCRIPT = """
 import dataclasses, json, locale, multiprocessing, os, pathlib, pickle, resource, signal, subprocess
 import sys, typing, warnings
@@ -109,7 +109,7 @@ if __name__ == "__main__":
     envs = ClusterEnv([lambda: Env(shared)] * 2, 2, worker_start=sys.argv[1])
     envs.reset()
     told = list(envs.call("tell"))
-    # A replacement is what the first one was, whatever the head is now.
+    # A replacement resembles the first process, whatever the head is like now.
     pids = [envs._head.pool.workers[i].process.pid for i in (0, 1)]
     os.chdir("/")
     os.umask(0o077)
@@ -130,7 +130,7 @@ if __name__ == "__main__":
 
 
 def start(tmp_path, flags, words, **variables):
-    """Run the script from another directory than its own; return the facts that it tells."""
+    """Run the script from a directory other than its own. Return the facts that it prints."""
     for folder, who in (("script", "beside"), ("installed", "installed")):
         (tmp_path / folder / "simlib").mkdir(parents=True)
         (tmp_path / folder / "simlib" / "__init__.py").write_text(f"WHO = {who!r}\n")
@@ -156,7 +156,7 @@ def start(tmp_path, flags, words, **variables):
         pytest.param("spawn", ["-O", "-X", "faulthandler"], marks=pytest.mark.long),
     ],
 )
-def test_workers_and_their_replacements_are_the_process_that_the_head_was(tmp_path, how, flags):
+def test_workers_and_replacements_resemble_the_head_as_it_was_at_the_start(tmp_path, how, flags):
     head, *told = start(tmp_path, flags, [how, "--level", "3"])
     directory = str(tmp_path / "here")
     assert head["simlib"] == "beside" and head["directory"] == directory
@@ -169,7 +169,7 @@ def test_workers_and_their_replacements_are_the_process_that_the_head_was(tmp_pa
             assert each[name] == head[name], name
 
 
-def test_warnings_are_errors_where_they_are_at_the_head(tmp_path):
+def test_warnings_are_errors_on_workers_if_they_are_at_the_head(tmp_path):
     start(tmp_path, ["-W", "error"], ["fork"])
 
 
@@ -181,14 +181,14 @@ gym.register("MountainCar-v0", "gymnasium.envs.classic_control:MountainCarEnv")
 
 
 def made(env_id, module=None):
-    """An environment whose constructor imports a module, which registers environments."""
+    """Import a module that registers environments, if one is given, and make an environment."""
     if module is not None:
         importlib.import_module(module)
     return gym.make(env_id)
 
 
 def own(row):
-    """An environment that registers itself for its row."""
+    """Register an environment for a row, and make it."""
     entry = "gymnasium.envs.classic_control:CartPoleEnv"
     gym.register("Own-v0", entry, max_episode_steps=2 + row)
     return gym.make("Own-v0")
@@ -196,7 +196,7 @@ def own(row):
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Registrations that end with the test."""
+    """Return Gymnasium's registry, and restore it after the test."""
     before = dict(gym.registry)
     monkeypatch.setattr("gymnasium.logger.min_level", gym.logger.ERROR)
     yield gym.registry
@@ -205,7 +205,7 @@ def registry(monkeypatch):
 
 
 def ends(env_fns, kind=ClusterEnv):
-    """The steps, of ten, in which each environment's episodes are truncated."""
+    """Return for each of ten steps which environments' episodes it truncates."""
     envs = kind(env_fns)
     envs.reset(seed=1)
     ends = [envs.step(np.ones(len(env_fns), int))[3].tolist() for _ in range(10)]
@@ -214,7 +214,7 @@ def ends(env_fns, kind=ClusterEnv):
 
 
 @pytest.mark.parametrize("module", [pytest.param(None, marks=pytest.mark.long), "later"])
-def test_registrations_are_the_heads_whatever_is_imported_later(
+def test_the_heads_registrations_take_precedence_over_later_imports(
     tmp_path, monkeypatch, registry, module
 ):
     (tmp_path / "later.py").write_text(LATER)
@@ -242,13 +242,13 @@ def test_registrations_are_the_heads_whatever_is_imported_later(
             assert envs.get_attr("goal_velocity") == (0.01, 0.01)
 
 
-def test_an_environment_that_registers_itself_is_obeyed(registry):
+def test_an_environment_that_registers_itself_takes_precedence(registry):
     own(9)
     env_fns = [lambda row=row: own(row) for row in range(4)]
     assert ends(env_fns) == ends(env_fns, gym.vector.SyncVectorEnv)
 
 
-def test_a_replacement_by_other_code_is_said(tmp_path, monkeypatch, caplog):
+def test_a_replacement_that_runs_changed_code_is_logged(tmp_path, monkeypatch, caplog):
     module = tmp_path / "edited.py"
     module.write_text("from tests.envs import CountingEnv as Env\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -280,7 +280,7 @@ def test_a_removed_directory_is_made_again_for_replacements(address, caplog):
     assert any("was removed" in record.message for record in caplog.records)
 
 
-def test_closed_outputs_are_none_of_a_workers(tmp_path):
+def test_workers_of_a_head_with_closed_outputs_write_to_dev_null(tmp_path):
     code = """
     import os
     import numpy as np
@@ -305,7 +305,7 @@ def test_closed_outputs_are_none_of_a_workers(tmp_path):
 
 
 class Stored(CountingEnv):
-    """Has a large array, which it changes."""
+    """Holds an array, which it can change."""
 
     def __init__(self, data):
         super().__init__()
@@ -332,8 +332,13 @@ def test_a_large_array_is_held_once_and_environments_may_change_it(workers, opti
         held = [array for worker in envs._head.pool.workers for array in worker.arrays]
         assert len(held) == 2 and held[0] is held[1] and held[0].end == data.nbytes
         assert all(len(worker.setup) < 2**20 for worker in envs._head.pool.workers)
-        data[0] = 99  # too late
-        assert envs.call("change") == (7, 8, 7, 0)  # rows of one worker share it, as by `Sync`
+        data[0] = 99  # too late for the workers
+        assert envs.call("change") == (
+            7,
+            8,
+            7,
+            0,
+        )  # a worker's rows share it, as in `SyncVectorEnv`
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid in workers()]
         # A prefix may put a worker where it cannot open the head's memory.
         assert ["memfd:clusterenv" in each for each in maps] == ["worker_prefix" not in options] * 2
@@ -359,14 +364,14 @@ def test_each_environment_has_its_own_large_array_if_its_pickle_makes_it():
         assert envs.get_attr("held") == tuple(range(6))
 
 
-def test_large_arrays_lie_in_a_temporary_file_where_the_system_has_none_in_memory(monkeypatch):
+def test_large_arrays_are_in_a_temporary_file_where_there_is_no_memfd(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     data, copies = [np.arange(2**18 + odd) for odd in (1, 2)], []
     of_all = large.LargeArrays()
     for each in data:
         assert not of_all.collector(copies)(pickle.PickleBuffer(each))
     opened = large.open_shared(large.places(copies))
-    opened[0][:8] = bytes(range(8))  # remains here
+    opened[0][:8] = bytes(range(8))  # private to this mapping
     for buffers in large.contents(copies), large.open_shared(large.places(copies)):
         for each, buffer in zip(data, buffers, strict=True):
             assert np.array_equal(np.frombuffer(buffer, each.dtype), each)

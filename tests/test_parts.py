@@ -1,4 +1,4 @@
-"""A worker's part of a rollout arrives unchanged. A wrong field is refused by its name."""
+"""A worker's part of a rollout arrives unchanged. A wrong field is refused with its name."""
 
 import contextlib
 

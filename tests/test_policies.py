@@ -140,7 +140,7 @@ def test_a_replacement_begins_with_fresh_states(workers):
 
 
 class Mixed(Policy):
-    """Moves, jumps and speaks: the actions are a Dict, each with its own parameters."""
+    """A policy with a Dict of actions (move, jump, speak), each with its own parameters."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The pool of workers, without processes: its interrupts, its end, and the messages that it
+"""The pool of workers, without processes: its interrupts, its closing, and the messages that it
 accepts, refuses and sends.
 """
 

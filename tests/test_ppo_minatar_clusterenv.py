@@ -23,7 +23,9 @@ TINY = [
 
 @pytest.mark.long
 def test_it_trains_and_the_learner_recomputes_the_policy_that_acted(tmp_path):
-    """At lag 0 the proximal policy is the behavior policy, and the objective is plain PPO's."""
+    """At lag 0 the proximal policy is the behavior policy, so the decoupled objective is plain
+    PPO's.
+    """
     exact = [*TINY, "--sync-mode", "always", "--weights", "float32"]
     folder, summary = scripts.train(SCRIPT, tmp_path, *exact)
     assert set(summary) >= SUMMARY

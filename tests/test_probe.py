@@ -492,7 +492,7 @@ def test_a_frozen_network_need_not_be_registered(store):
 
 
 def test_trying_a_policy_leaves_the_learners_random_numbers_alone(store):
-    def act(self, params, noise):  # seeded as on the page, but for all of torch
+    def act(self, params, noise):  # seeded as docs/policies.md says, but for all of torch
         torch.manual_seed(0)
         return (params + noise).argmax(-1)
 

@@ -100,7 +100,7 @@ def over_the_wire(value, dropped=None):
 
 
 def received(packed, buffers):
-    """Encode, decode and unpack what may be a packed value. Check that all bytes are used."""
+    """Encode, decode and unpack data that may be a packed value. Check that all bytes are used."""
     arrays = Arrays(buffers)
     value = unpack(decode_from_worker(frames(1, Reply(packed))[0])[1].value, arrays)
     arrays.end()

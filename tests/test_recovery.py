@@ -67,7 +67,7 @@ def pid_of(worker):
 
 @contextlib.contextmanager
 def killing(pipe, number=signal.SIGKILL):
-    """Kill or stop the process that tells the pipe that it blocks, while the body runs."""
+    """Kill or stop the process that writes its pid to the pipe, while the body runs."""
     thread = threading.Thread(target=lambda: os.kill(*pipe.pids(1), number))
     thread.start()
     yield
@@ -329,7 +329,7 @@ def test_a_worker_lost_in_a_reset(pipe):
     ) as envs:
         with killing(pipe), at_most():
             assert envs.reset()[0].tolist() == [[0], [0]]
-        assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # no step was begun that could be lost
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # no step had begun that could be lost
 
 
 def test_a_worker_lost_in_a_call_and_the_attributes_set_before(pipe):
@@ -516,8 +516,9 @@ class LifeEnv(CountingEnv):
 
 
 def lives(chunks):
-    """Check that one environment's transitions, in their order, have each step of each life. Return
-    the number of lives.
+    """Check that an environment's transitions, in their order, have every step of each life once.
+
+    Return the number of lives.
     """
     observations = np.concatenate([observations for observations, _ in chunks])
     rewards = np.concatenate([rewards for _, rewards in chunks])
@@ -546,7 +547,7 @@ def test_rollouts_are_complete_whichever_worker_dies(overlap, workers):
         assert sum(map(lives, chunks)) == 5 + sum(
             len(restart["seeds"]) for restart in envs.restarts
         )
-        # The last loss may come after the worker's last answer, and then nobody notices it.
+        # The last loss may come after the worker's last response, and then nobody notices it.
         assert 2 <= len(envs.restarts) <= 3
         assert len(workers()) == 2
 

@@ -29,7 +29,7 @@ def repository(tmp_path, monkeypatch):
     return commit
 
 
-def test_a_command_runs_once_at_a_commit(repository, tmp_path):
+def test_a_command_runs_once_for_each_commit(repository, tmp_path):
     assert results.measure("fine", {"cleanrl": ""}).endswith(" s")
     command, facts, nothing, printed, _ = (tmp_path / "fine.txt").read_text().split("\n")
     assert (command, nothing, printed) == ("$ python -c 'print(42)'", "", "42")

@@ -1,7 +1,7 @@
 """Interruptions, and runs that resume from a checkpoint.
 
 RESUME_TIMES sets how often a process is killed at a random moment: ``RESUME_TIMES=20 pytest
-tests/test_resume.py``. Then also set ``TEST_SECONDS=9000``, because a test may exceed its time.
+tests/test_resume.py``. Set ``TEST_SECONDS=9000``, too, because a test may then exceed its limit.
 """
 
 import errno
@@ -246,8 +246,8 @@ RUNS = {
 
 
 def steps(folder):
-    """Return the steps at which each scalar was logged, without the evaluation's, which every end of a
-    run logs.
+    """Return the steps at which each scalar was logged, without the evaluation's scalar, which is
+    logged at every end of a run.
     """
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -256,7 +256,10 @@ def steps(folder):
 
 
 def check_the_whole_run(script, folder, total):
-    """Check that it has every step once, growing counters, and a complete summary. Return that."""
+    """Check that a run has each step once, counters that never decrease, and a complete summary.
+
+    Return the summary.
+    """
     series = steps(folder)
     for tag, logged in series.items():
         assert logged == sorted(set(logged)), f"{tag}: {logged}"
@@ -310,7 +313,7 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     # With nothing left to do, the loaded state is saved again, and evaluated.
     resume(script, tmp_path, folder, *LASTING, "--total-timesteps", str(before["global_step"]))
     after = load_checkpoint(folder)
-    # Neither the time between the runs counts nor the start, which ends with the workers' reset.
+    # Neither the time between the runs nor the start counts, which the workers' reset ends.
     saved = max(path.stat().st_mtime for path in saved_in(folder))
     assert (
         0

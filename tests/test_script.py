@@ -1,4 +1,4 @@
-"""The scripts' common parts: objects that a run keeps, environments of another backend, and flags."""
+"""The scripts' common parts: kept objects, environments of another backend, flags and names."""
 
 import importlib
 import os
@@ -87,7 +87,7 @@ def test_a_module_a_counter_and_a_metric_take_one_line_each_and_are_resumed(tmp_
 
 @pytest.fixture
 def new_run(tmp_path, monkeypatch):
-    """Return a function that begins a run, or resumes one whose checkpoint has given parts."""
+    """Return a function that begins a run, or resumes one whose checkpoint has the given parts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py"])
     before = {number: signal.getsignal(number) for number in (*TOLD, signal.SIGINT)}
@@ -416,7 +416,7 @@ def test_an_environment_in_the_working_directory_is_found_and_a_run_describes_it
         ("./my_env.py:Mine-v0", "a module, as in an import: my_env for the file my_env.py"),
     ],
 )
-def test_an_environment_that_a_script_cannot_train_on_is_an_error_with_advice(tmp_path, monkeypatch, env_id, says):
+def test_an_error_about_an_unsuitable_environment_gives_advice(tmp_path, monkeypatch, env_id, says):
     flags = [*TINY, "--env-id", env_id]
     scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags, says)
 

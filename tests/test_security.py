@@ -1,5 +1,5 @@
-"""Over tcp nobody gets in without the run's keys. A silent link is noticed, and a slow environment
-is no silent link.
+"""Over TCP nobody gets in without the run's keys. A silent link is noticed, and a slow environment
+is not taken for a silent link.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from .test_strangers import GARBAGE, drops
 
 @pytest.fixture(scope="module")
 def cluster():
-    # A worker that is no fork has its flags in a command line of its own.
+    # A worker that is not forked has its flags in its own command line.
     options = {"bind_address": "127.0.0.1", "worker_start": "spawn"}
     with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, **options) as envs:
         envs.reset()
@@ -57,12 +57,12 @@ def test_curve_serves_everything_and_its_key_file_is_for_its_owner(cluster, work
     key_file = Path(flag_of(workers, "--key-file"))
     assert key_file.stat().st_mode & 0o777 == 0o600
     secrets = json.loads(key_file.read_text())
-    assert secrets["worker_secret"] not in str(workers())  # anyone may read a command line
+    assert secrets["worker_secret"] not in str(workers())  # anyone can read a command line
     assert cluster.rollout(CategoricalPolicy(linear(1, 2)), 3).rewards.shape == (3, 2)
     step(cluster)
 
 
-def test_what_takes_whole_frames_is_carried_over_curve(cluster):
+def test_arrays_that_fill_whole_frames_travel_over_curve(cluster):
     long = np.arange(3 * MAX_FRAME // 8)
     for (echo,), _ in cluster.call("echo", long):
         np.testing.assert_array_equal(echo, long)
@@ -137,9 +137,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("messages", {**GARBAGE, **BOMBS}.values(), ids={**GARBAGE, **BOMBS})
-def test_with_the_right_keys_what_no_worker_says_changes_nothing(
-    cluster, workers, monkeypatch, messages
-):
+def test_garbage_with_the_right_keys_changes_nothing(cluster, workers, monkeypatch, messages):
     dropped = drops(monkeypatch)
     keys = read_key_file(flag_of(workers, "--key-file"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -153,7 +151,7 @@ def test_with_the_right_keys_what_no_worker_says_changes_nothing(
         assert not stranger.poll(0)
 
 
-def test_what_is_not_zeromq_changes_nothing(cluster, workers):
+def test_data_that_is_not_zeromq_changes_nothing(cluster, workers):
     host, port = flag_of(workers, "--connect").removeprefix("tcp://").split(":")
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, os.urandom(1000)):
         with socket.create_connection((host, int(port))) as stranger:
@@ -250,7 +248,7 @@ def test_arguments_that_would_let_anyone_in_or_are_wrong(workers, arguments, tex
     assert workers() == before
 
 
-def test_where_it_cannot_listen_it_says_so():
+def test_a_head_that_cannot_listen_says_so():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -267,9 +265,9 @@ def test_where_it_cannot_listen_it_says_so():
 
 @pytest.mark.long
 @pytest.mark.parametrize("security", ["curve", "none"])
-def test_a_port_of_ones_own_and_no_security_if_that_is_allowed(security):
+def test_a_chosen_port_and_no_security_if_that_is_allowed(security):
     port = None
-    # Below the ports that the kernel hands out: nobody else takes it in between.
+    # The port is below those that the kernel hands out, so nobody else takes it in between.
     while port is None:
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", number := random.SystemRandom().randrange(10_000, 32_000)))
@@ -344,14 +342,14 @@ time.sleep(3600)
         head.communicate()
 
 
-# The resources that strangers take before they have authenticated.
+# The resources that strangers take before they authenticate.
 
-# ZMTP 3.1's, as a client.
+# The greeting of a ZMTP 3.1 client.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 HUGE_COMMAND = b"\x06" + (500 * 10**6).to_bytes(8, "big")
 
 
-def test_a_handshake_is_not_huge(cluster, workers):
+def test_a_huge_handshake_is_cut_off(cluster, workers):
     host, port = flag_of(workers, "--connect").removeprefix("tcp://").split(":")
     before = resident_bytes(os.getpid())
     for _ in range(6):
@@ -365,7 +363,7 @@ def test_a_handshake_is_not_huge(cluster, workers):
     assert resident_bytes(os.getpid()) < before + 100 * 2**20
 
 
-def test_an_admitted_peers_frame_is_not_huge(cluster, workers):
+def test_an_admitted_peer_that_sends_a_huge_frame_is_cut_off(cluster, workers):
     keys = read_key_file(flag_of(workers, "--key-file"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
@@ -394,10 +392,10 @@ with ClusterEnv([CountingEnv] * 2, 2, **options) as envs:
     port = int(command[command.index("--connect") + 1].rpartition(":")[2])
     idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(1200)]
     for stranger in idle:
-        assert len(stranger.recv(10)) == 10  # the head has taken it, and says so
+        assert len(stranger.recv(10)) == 10  # the head's greeting shows that it has accepted
     open(sys.argv[0]).close()
     assert envs.step([0, 0])[1].tolist() == [1, 1]
-    for stranger in idle:  # those that do not go on are cut off
+    for stranger in idle:  # connections that stay idle are cut off
         while stranger.recv(1000):
             pass
     print("all cut off")

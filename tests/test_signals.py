@@ -1,4 +1,4 @@
-"""Signals to a run, without a process of its own: it saves and ends."""
+"""Signals to a run in this process: the run saves and ends."""
 
 import signal
 
@@ -15,7 +15,7 @@ from .nets import linear
 
 
 class Envs:
-    """The interface of a `ClusterEnv` that a run uses, with nothing to do."""
+    """The part of a `ClusterEnv` that a run uses, without workers."""
 
     closed, interruptions = False, 0
     num_workers = policy_version = 0
@@ -55,7 +55,7 @@ CODES = pytest.mark.parametrize(
 
 
 @CODES
-def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
+def test_a_signal_interrupts_and_saves_and_a_schedulers_next_signal_is_ignored(
     signals, capsys, number, code
 ):
     envs, saves = Envs(), []
@@ -72,7 +72,7 @@ def test_a_signal_interrupts_then_all_is_saved_and_a_schedulers_next_is_ignored(
     assert left == [*[signal.SIG_IGN] * len(TOLD), signal.default_int_handler]
 
 
-def test_an_error_of_an_environment_is_raised_when_all_is_saved(signals, capsys):
+def test_an_environments_error_is_raised_after_the_run_is_saved(signals, capsys):
     saves, error = [], ValueError("the simulator is gone")
     error.__cause__ = EnvError("environment 3")
     with (
@@ -124,7 +124,7 @@ def test_a_signal_during_the_last_update_is_heeded_before_the_evaluation(signals
     assert exit.value.code == 75 and saves == [1]
 
 
-def test_a_second_ctrl_c_is_the_usual_one(signals):
+def test_a_second_ctrl_c_raises_keyboard_interrupt(signals):
     envs = Envs()
     with pytest.raises(KeyboardInterrupt), signals.saving(envs, None, "--resume runs/x"):
         signal.raise_signal(signal.SIGINT)
@@ -155,7 +155,7 @@ def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
         assert 0 <= run.seconds < 1000
 
 
-def test_weights_that_are_not_finite_become_no_checkpoint(signals, tmp_path, monkeypatch, caplog):
+def test_weights_that_are_not_finite_are_not_saved(signals, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     run, model = Run(dqn_clusterenv.Args(checkpoint_interval=0, run_name="x")), linear()
     run.begin()

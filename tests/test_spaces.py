@@ -1,4 +1,4 @@
-"""What the head knows of the environments: it makes none, and workers tell it."""
+"""The head's knowledge of the environments: it makes none, and workers report their spaces."""
 
 import contextlib
 import os
@@ -58,7 +58,7 @@ def test_a_space_of_gymnasium_arrives_as_it_is(space):
 
 
 class Angle(spaces.Box):
-    """A space of a user, with something that cannot be sent."""
+    """A user's space, with an attribute that cannot be sent."""
 
     def __init__(self):
         super().__init__(-np.pi, np.pi, (2,))
@@ -70,9 +70,7 @@ class Angle(spaces.Box):
         return super().__new__(cls)
 
 
-def test_a_space_of_a_class_that_is_known_here_is_one_again_and_none_of_its_code_is_called(
-    monkeypatch,
-):
+def test_a_space_of_a_known_class_keeps_its_class_and_none_of_its_code_is_called(monkeypatch):
     angle = Angle()
     monkeypatch.setattr(Angle, "is_at_head", True, raising=False)
     again = sent(angle)
@@ -80,7 +78,7 @@ def test_a_space_of_a_class_that_is_known_here_is_one_again_and_none_of_its_code
     assert np.array_equal(again.low, angle.low)
 
 
-def test_a_space_of_a_class_that_is_not_known_here_is_one_of_its_base():
+def test_a_space_of_an_unknown_class_becomes_one_of_its_base_class():
     elsewhere = type("Elsewhere", (Angle,), {"__module__": "simulator"})()
     name, elsewhere.__class__.__qualname__ = "Elsewhere", "Nowhere.Elsewhere"
     arrays = []
@@ -90,7 +88,7 @@ def test_a_space_of_a_class_that_is_not_known_here_is_one_of_its_base():
 
 
 @pytest.mark.parametrize("told", [None, (), (1, 2, {}, None, []), (spaces.Discrete(2),) * 5])
-def test_what_a_worker_tells_must_be_spaces(told):
+def test_a_worker_must_report_spaces(told):
     blueprint = Blueprint([CountingEnv], None, "same", "NextStep")
     with pytest.raises((ProtocolError, msgspec.MsgspecError)):
         blueprint.learn(told, slice(0, 1))
@@ -98,7 +96,7 @@ def test_what_a_worker_tells_must_be_spaces(told):
 
 
 class AtWorkers(CountingEnv):
-    """An environment that no head may make."""
+    """An environment that the head must not make."""
 
     head = os.getpid()
     metadata = {"render_modes": ["ansi"], "render_fps": 7, "simulator": object()}
@@ -109,7 +107,7 @@ class AtWorkers(CountingEnv):
         self.render_mode = "ansi"
 
 
-def test_the_head_makes_no_environment_and_knows_of_them_all_the_same():
+def test_the_head_makes_no_environment_but_knows_their_spaces():
     with ClusterEnv([partial(AtWorkers, os.getpid())] * 3, 2) as envs:
         here = SyncVectorEnv([partial(AtWorkers, 0)] * 3)
         for name in (
@@ -121,7 +119,7 @@ def test_the_head_makes_no_environment_and_knows_of_them_all_the_same():
             "num_envs",
         ):
             assert getattr(envs, name) == getattr(here, name), name
-        # What cannot be sent stays on the workers.
+        # Metadata that cannot be sent stays on the workers.
         kept = {key: value for key, value in here.metadata.items() if key != "simulator"}
         assert envs.metadata == kept
         assert envs.call("action_space") == here.call("action_space")

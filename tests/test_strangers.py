@@ -17,14 +17,14 @@ from .envs import CountingEnv
 
 @pytest.fixture(scope="module")
 def cluster():
-    # A worker that is no fork has its flags in a command line of its own.
+    # A worker that is not forked has its flags in its own command line.
     with ClusterEnv([partial(CountingEnv, length=10**6)] * 2, 2, worker_start="spawn") as envs:
         envs.reset()
         yield envs
 
 
 def drops(monkeypatch):
-    """Return a list that collects from now on the drops of this process's heads, in words."""
+    """Return a list that collects the texts of all further drops by this process's heads."""
     texts, drop = [], Transport.drop
 
     def noted(transport, identity, text):
@@ -41,7 +41,7 @@ def address_of(workers):
 
 
 def header(value):
-    """A Reply's header around a value that is msgpack already, or is not."""
+    """Return a Reply's header around a raw value, which may be valid msgpack or not."""
     return frames(1, Reply(None))[0].replace(b"\xa5value\xc0", b"\xa5value" + value)
 
 
@@ -49,7 +49,7 @@ RAW = {"type": "Reply", "value": None}
 GARBAGE = {
     "nothing": [[b""]],
     "many frames": [[b"x"] * 50],
-    "no msgpack": [[b"\xc1"], [os.urandom(99)], [b"GET / HTTP/1.1\r\n\r\n"]],
+    "not msgpack": [[b"\xc1"], [os.urandom(99)], [b"GET / HTTP/1.1\r\n\r\n"]],
     "half a message": [[frames(None, Hello(1, 0, "host", 1, {}))[0][:-3]]],
     "another message": [
         [msgspec.msgpack.encode([1, {**RAW, "type": "Step"}])],
@@ -59,10 +59,10 @@ GARBAGE = {
         [msgspec.msgpack.encode(["1", RAW])],
         [msgspec.msgpack.encode([1, {**RAW, "dropped": 1}])],
     ],
-    "a long list that is not there": [[header(b"\xdd\xff\xff\xff\xff")]],
+    "a long list that is missing": [[header(b"\xdd\xff\xff\xff\xff")]],
     "not UTF-8": [[header(b"\xa2\xff\xfe")]],
     "very deep": [[header(b"\x91" * 20000 + b"\xc0")]],
-    "keys that cannot be": [[header(b"\x81\x81\x01\x01\x01")]],
+    "impossible keys": [[header(b"\x81\x81\x01\x01\x01")]],
     "a map": [frames(1, Reply({1: 2}))],
     "names that move the cursor": [
         frames(None, Hello(1, 0, "host\x1b[2J", 1, {})),
@@ -98,11 +98,11 @@ def test_what_a_stranger_sends_changes_nothing(cluster, workers, monkeypatch, ca
             assert cluster.step([0, 0])[0].tolist() == [[steps], [steps]]
         assert tuple(sorted(cluster.call("pid"))) == tuple(sorted(workers()))
         assert not stranger.poll(0)  # it got no message
-    assert caplog.text.count("dropped ") == 1  # but the head has logged it
+    assert caplog.text.count("dropped ") == 1  # the head has logged it once
     assert "\x1b" not in caplog.text
 
 
-def test_a_stranger_that_does_not_speak_zeromq(cluster, workers):
+def test_a_stranger_that_does_not_speak_zeromq_changes_nothing(cluster, workers):
     (steps,) = set(cluster.get_attr("count"))
     for data in (b"", b"\0" * 64, b"\xff" * 64, os.urandom(1000)):
         with socket.socket(socket.AF_UNIX) as stranger:
@@ -124,5 +124,5 @@ def test_workers_have_identities_that_nobody_else_knows(monkeypatch):
     for _ in range(2):
         with ClusterEnv([CountingEnv] * 2, 2) as envs:
             envs.reset()
-    assert len(identities) == 4  # The same worker of another run has another one,
-    assert all(len(identity) > 16 for identity in identities)  # which is too long to be guessed.
+    assert len(identities) == 4  # The same worker of another run has another identity,
+    assert all(len(identity) > 16 for identity in identities)  # and each is too long to guess.

@@ -1,5 +1,5 @@
-"""Streaming of rollouts: the learner takes the first chunks that are ready, of whichever workers,
-and learns from them as from one rollout.
+"""Streaming of rollouts: the learner takes the first chunks that are ready, from any workers, and
+learns from them as from one rollout.
 """
 
 import itertools
@@ -38,7 +38,7 @@ SPACES = {
 
 
 @pytest.mark.parametrize("kind", SPACES)
-def test_chunks_of_all_workers_are_the_rollout(kind):
+def test_chunks_of_all_workers_equal_the_rollout(kind):
     space, network = SPACES[kind]
     env_fns = [partial(RandomEnv, space, end=0.2)] * 5
     keys = "int", "array"
@@ -61,7 +61,7 @@ def test_chunks_of_all_workers_are_the_rollout(kind):
                 assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
 
 
-def test_a_workers_chunks_go_on_in_columns_of_their_own_and_an_episode_counts_once():
+def test_a_workers_chunks_become_separate_columns_and_an_episode_counts_once():
     # Episodes of five steps, in chunks of three.
     with ClusterEnv([CountingEnv] * 3, 3) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
@@ -81,14 +81,14 @@ def test_a_workers_chunks_go_on_in_columns_of_their_own_and_an_episode_counts_on
 
 
 class PairEnv(CountingEnv):
-    """Its infos have the count from the fourth step on, as a pair."""
+    """Has its count in its infos from the fourth step on, as a pair."""
 
     def step(self, action):
         *others, _ = super().step(action)
         return *others, {"pair": np.full(2, self.count)} if self.count > 3 else {}
 
 
-def test_infos_are_joined_also_before_the_first_one_has_come():
+def test_infos_are_joined_even_if_the_first_chunk_has_none():
     with ClusterEnv([PairEnv], 1, info_keys=["pair"]) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
@@ -101,7 +101,7 @@ def test_infos_are_joined_also_before_the_first_one_has_come():
         assert infos["_pair"].tolist() == [[False, True], [False, True], [False, False]]
 
 
-# Who is asked, and whose chunk comes next.
+# Which worker gets a request, and whose chunk comes next.
 
 
 def a_run(num_workers, num_iterations, outstanding, max_policy_lag=None, deterministic=False):
@@ -113,13 +113,13 @@ def a_run(num_workers, num_iterations, outstanding, max_policy_lag=None, determi
 
 
 class Workers:
-    """Workers of a `ClusterEnv` that act as fast as they like, and pull by its rule."""
+    """Simulated workers, which act at random by their speeds, and pull by a `ClusterEnv`'s rule."""
 
     def __init__(self, number, mode, max_policy_lag, speeds, seed):
         self.rule = SyncRule(mode, 0.01, None, max_policy_lag)
         self.held_versions = np.zeros(number, np.int64)
         self.asked = [deque() for _ in range(number)]  # the version at each request
-        self.done = deque()  # who has a chunk ready, and the version that acted
+        self.done = deque()  # workers with a chunk ready, and the versions that acted
         self.policy_version, self.speeds = 1, speeds
         self.random = np.random.default_rng(seed)
 
@@ -134,7 +134,7 @@ class Workers:
 
     def send(self, num_steps, worker):
         assert num_steps == 3
-        if not self.asked[worker]:  # an idle one pulls at once
+        if not self.asked[worker]:  # an idle worker pulls at once
             self._pull(worker, self.policy_version)
         self.asked[worker].append(self.policy_version)
 
@@ -149,10 +149,10 @@ class Workers:
 
 
 @pytest.mark.parametrize("outstanding", [1, 2, 3])
-def test_all_that_is_asked_is_taken_and_a_fast_workers_more_often(outstanding):
+def test_every_requested_chunk_is_taken_and_followed_by_a_new_request(outstanding):
     envs = Workers(3, "always", None, np.array([10.0, 10.0, 1.0]), 1)
     chunks = stream(a_run(3, 20, outstanding), envs)
-    assert sum(map(len, envs.asked)) == 0  # nothing before the first is wanted
+    assert sum(map(len, envs.asked)) == 0  # no requests before the first chunk is wanted
     taken = []
     for number, version in enumerate(chunks, 1):
         taken.append(version)
@@ -163,7 +163,7 @@ def test_all_that_is_asked_is_taken_and_a_fast_workers_more_often(outstanding):
 
 
 @pytest.mark.parametrize(("done", "left"), [(0, 9), (1, 6), (2, 3), (3, 0)])
-def test_no_more_is_asked_than_is_left_of_a_run(done, left):
+def test_no_more_chunks_are_requested_than_a_run_still_needs(done, left):
     run = a_run(3, 3, outstanding=3)
     run.global_step = done
     envs = Workers(3, "always", None, np.ones(3), 1)
@@ -171,22 +171,22 @@ def test_no_more_is_asked_than_is_left_of_a_run(done, left):
     assert not any(envs.asked) and not envs.done
 
 
-def test_the_learner_waits_for_a_chunk_only_when_its_time_has_come():
+def test_the_learner_waits_for_a_chunk_only_when_the_lag_bound_requires_it():
     envs = Workers(4, "always", 3, np.array([20.0, 20.0, 20.0, 1e-9]), 1)
     turns, recv = [], envs.recv
     envs.recv = lambda worker: (turns.append(worker), recv(worker))[1]
     chunks = stream(a_run(4, 40, 1, 3), envs)
     while list(itertools.islice(chunks, 4)):
         envs.policy_version += 1
-    # Asked for in one iteration, the slow worker's chunk comes in the fourth after that, as its
-    # last one.
+    # The slow worker's chunk comes in the fourth iteration after its request, as the last chunk of
+    # that iteration.
     assert [number for number, worker in enumerate(turns) if worker is not None] == list(
         range(19, 160, 16)
     )
     assert {worker for worker in turns if worker is not None} == {3}
 
 
-def test_the_learner_waits_for_no_worker_if_all_are_as_fast():
+def test_the_learner_waits_for_no_worker_if_all_are_equally_fast():
     envs = Workers(4, "always", 5, np.ones(4), 1)
     in_turn, recv = itertools.cycle(range(4)), envs.recv
     envs.random = SimpleNamespace(choice=lambda busy, p: next(n for n in in_turn if n in busy))
@@ -272,7 +272,7 @@ def test_nobody_waits_for_a_slow_worker(tmp_path):
     flags = ["--env-id", slow_id, "--total-timesteps", "1280"]
     folder, summary = scripts.train(ppo.SCRIPT, tmp_path, *STREAM, *flags)
     assert summary["global_step"] == 1280 and summary["updates"] == 20
-    # Ten chunks of the fast one come first, which are five iterations.
+    # Ten chunks of the fast worker come first, which make five iterations.
     assert max(scalars(folder, "sync/policy_lag")) > 1
 
 
@@ -317,5 +317,5 @@ def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
     ],
 )
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_bad_input_is_one_line(tmp_path, monkeypatch, script, flags, says):
+def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, script, flags, says):
     scripts.check_refusal_here(monkeypatch, script, tmp_path, flags.split(), says)

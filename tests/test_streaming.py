@@ -1,5 +1,5 @@
-"""Streaming: chunks come from any worker that is ready, none is lost, and weights move as in a
-rollout.
+"""Streaming: chunks come from any worker that is ready, no chunk is lost, and workers pull weights
+as in a rollout.
 """
 
 import math
@@ -32,8 +32,8 @@ RANDOM = partial(RandomEnv, VECTOR, end=0.1)
 
 
 class LifeEnv(CountingEnv):
-    """Observes the number of steps in its whole life, and gets it as reward; ``length`` is an
-    episode's.
+    """Its observation and reward are the number of steps in its whole life. An episode has
+    ``length`` steps.
     """
 
     def __init__(self, length=7, gate=None):
@@ -70,7 +70,7 @@ def test_chunks_are_a_workers_rows_in_their_order():
             envs.recv()
 
 
-def test_no_transition_is_lost_or_doubled_and_the_slow_hold_up_nobody(tmp_path):
+def test_no_transition_is_lost_or_doubled_and_slow_workers_hold_up_nobody(tmp_path):
     gate = tmp_path / "gate"
     fast, slow = LifeEnv, partial(LifeEnv, gate=str(gate))
     with ClusterEnv([fast, fast, slow, slow], 2) as envs:
@@ -82,7 +82,7 @@ def test_no_transition_is_lost_or_doubled_and_the_slow_hold_up_nobody(tmp_path):
         received, seen = Counter(), {0: [], 1: []}
         for number in range(90):
             if number == 60:
-                assert received == {0: 60}  # while the slow ones are at their first step
+                assert received == {0: 60}  # while the slow worker is at its first step
                 gate.touch()
             worker, chunk = envs.recv()
             received[worker] += 1
@@ -102,7 +102,7 @@ def test_no_transition_is_lost_or_doubled_and_the_slow_hold_up_nobody(tmp_path):
         assert envs.get_attr("life") == tuple(lives)
 
 
-def test_a_worker_is_ahead_by_what_was_sent_and_no_more(tmp_path):
+def test_a_worker_runs_ahead_by_the_requests_sent_and_no_more(tmp_path):
     class TellingEnv(CountingEnv):
         def step(self, action):
             (tmp_path / "steps").write_text(str(int((tmp_path / "steps").read_text() or 0) + 1))
@@ -123,7 +123,7 @@ def test_a_worker_is_ahead_by_what_was_sent_and_no_more(tmp_path):
         envs.send(5)
         envs.recv()
         assert (tmp_path / "steps").read_text() == "20"
-        assert envs.waiting_seconds > before  # it had nothing to do
+        assert envs.waiting_seconds > before  # the worker had nothing to do
 
 
 def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it_holds():
@@ -137,7 +137,7 @@ def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it
         change(policy, 1.0)
         envs.publish(policy)
         assert 0 < envs.divergence.item() < math.inf
-        for _ in range(3):  # all three say how far version 1 is from version 2
+        for _ in range(3):  # all three carry the divergence of version 1
             envs.send(3)
         assert [envs.recv()[1].policy_versions[0] for _ in range(4)] == [1, 2, 2, 2]
         assert envs.pulls.tolist() == [2]
@@ -145,7 +145,7 @@ def test_a_worker_pulls_a_version_once_and_only_for_the_divergence_of_the_one_it
         assert envs.divergence.item() == pytest.approx(0, abs=1e-7)
 
 
-def test_a_divergence_is_of_the_version_it_was_measured_for_and_no_other():
+def test_a_divergence_counts_only_for_the_version_it_was_measured_for():
     with ClusterEnv([RANDOM] * 2, 1, kl_threshold=0.0) as envs:
         policy = CategoricalPolicy(linear())
         envs.publish(policy)
@@ -166,7 +166,7 @@ def test_a_divergence_is_of_the_version_it_was_measured_for_and_no_other():
         assert envs.pulls.tolist() == [3]
 
 
-def test_a_new_wrapper_and_numbers_of_numpys_are_nothing_new():
+def test_a_new_wrapper_and_numpy_numbers_do_not_change_the_policy():
     network = linear()
     with ClusterEnv([RANDOM] * 2, 1, sync_mode="never") as envs:
         for epsilon in np.linspace(1, 0, 4):
@@ -193,7 +193,7 @@ def test_the_policy_lag_is_bounded(max_policy_lag):
             lags.append(envs.policy_version - chunk.policy_versions.item())
             envs.publish(policy)
             envs.send(2, number % 2)
-        # The publish of the other worker's turn came after its request, and perhaps after its pull.
+        # The other worker's turn published after this worker's request, and perhaps after its pull.
         assert max(lags) == max_policy_lag + 1
 
 
@@ -317,7 +317,7 @@ def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_sam
 
 
 class GradedEnv(CountingEnv):
-    """Gets its ``grade`` as reward."""
+    """Its reward is its ``grade``."""
 
     def __init__(self):
         super().__init__()
@@ -338,7 +338,7 @@ class GradedEnv(CountingEnv):
         return observation, self.grade, *rest
 
 
-def test_what_is_set_while_rollouts_are_outstanding_reaches_those_that_are_asked_next():
+def test_attributes_set_while_rollouts_are_outstanding_reach_the_next_requests():
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([GradedEnv] * 4, 2, worker_timeout=PATIENCE) as envs:
         envs.reset(seed=1)
@@ -368,7 +368,7 @@ def pid_of(envs, worker):
     return envs._pool.workers[worker].process.pid
 
 
-def test_what_cannot_be_set_while_rollouts_are_outstanding_is_an_error_of_a_later_call():
+def test_an_error_of_set_attr_while_rollouts_are_outstanding_is_raised_by_a_later_call():
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([GradedEnv] * 4, 2, worker_timeout=PATIENCE) as envs:
         envs.reset(seed=1)
@@ -382,7 +382,7 @@ def test_what_cannot_be_set_while_rollouts_are_outstanding_is_an_error_of_a_late
             envs.set_attr("grade", [1])
 
 
-def test_no_number_of_answers_is_too_much_for_a_head_that_is_busy():
+def test_a_busy_head_can_fall_behind_by_any_number_of_responses():
     def check(seconds):
         with ClusterEnv(
             [partial(CountingEnv, length=10**6)] * 2, 2, worker_timeout=seconds
@@ -445,7 +445,7 @@ def test_misuse():
             AlreadyPendingCallError,
             match="Calling `rollout` while waiting for a pending call to `send`",
         ):
-            envs.rollout(policy, 128)  # these are not its own
+            envs.rollout(policy, 128)  # the outstanding requests are not its own
         assert [
             chunk.rows.tolist()
             for _, chunk in sorted((envs.recv(), envs.recv()), key=lambda pair: pair[0])
@@ -504,7 +504,7 @@ def test_a_worker_that_dies_while_others_keep_streaming(seconds):
                 envs.send(4, worker)
                 time.sleep(seconds)
         for _ in range(2):
-            assert envs.recv(0)[0] == 0  # the other worker's answer is not lost
+            assert envs.recv(0)[0] == 0  # the other worker's chunks are not lost
         with pytest.raises(WorkerDiedError, match="^worker 1 .* is gone$"):
             envs.recv()
 
@@ -533,7 +533,7 @@ def test_an_environment_that_raises_while_others_keep_streaming():
 
 
 class NotedEnv(CountingEnv):
-    """Takes its time, and leaves a file when it is closed."""
+    """Steps slowly, and makes a file when it is closed."""
 
     def __init__(self, closed):
         super().__init__(delay=0.1)
@@ -554,7 +554,7 @@ def test_a_worker_that_acts_is_closed_after_its_step(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
-def test_a_policy_of_another_structure_comes_while_a_worker_acts_that_has_another_request():
+def test_a_new_structure_arrives_while_a_worker_acts_and_has_another_request():
     with ClusterEnv([partial(CountingEnv, delay=0.05)], 1, sync_mode="always") as envs:
         envs.reset(seed=1)
         policy = CategoricalPolicy(linear(1, 2))
@@ -562,7 +562,7 @@ def test_a_policy_of_another_structure_comes_while_a_worker_acts_that_has_anothe
         envs.send(10)
         change(policy, 0.1)
         envs.publish(policy)
-        envs.send(1)  # it pulls, and by then there are only weights of the next structure
+        envs.send(1)  # when the worker pulls, there are only weights of the next structure
         envs.publish(CategoricalPolicy(torch.nn.Linear(1, 2)))
         versions = [envs.recv()[1].policy_versions.tolist() for _ in range(2)]
     assert versions == [[1], [3]]

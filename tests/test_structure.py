@@ -1,4 +1,4 @@
-"""The structure of the package: which rooms may import which, and how large they are."""
+"""The structure of the package: which files may import which, and how large they may be."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ from .scripts import ROOT
 
 PACKAGE = Path(clusterenv_runtime.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-# From the bottom up: a lower room imports no higher one. `name/` is all of a folder.
+# From the bottom up: a lower layer imports no higher one. `name/` is a whole folder.
 LAYERS = [
     ["errors"],
     ["arrays/"],
@@ -30,13 +30,13 @@ FEW = 8  # files at the package's root, at most
 
 
 def name_of(path):
-    """The file's name below the package, without its ending; for a package that of its folder."""
+    """Return a file's path below the package, without its suffix; for a package, its folder's."""
     return str(path.relative_to(PACKAGE)).removesuffix(".py").removesuffix("/__init__")
 
 
 def imported(path):
-    """The names of the package's files that a file imports, also within functions, but not for type
-    checkers.
+    """Yield the names of the package's files that a file imports, also within functions, but not
+    for type checkers.
     """
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
@@ -71,7 +71,7 @@ def layer(name):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_arrows_point_down(path):
+def test_imports_point_down(path):
     name = name_of(path)
     if name == "__init__" or name.endswith("__init__"):
         return
@@ -85,7 +85,7 @@ def test_there_are_few_loose_files():
     assert len(list(PACKAGE.glob("*.py"))) <= FEW
 
 
-def test_there_is_no_circle():
+def test_there_is_no_import_cycle():
     arrows = {name_of(path): set(imported(path)) - {name_of(path)} for path in FILES}
     while leaves := [name for name, others in arrows.items() if not others & arrows.keys()]:
         for name in leaves:
@@ -101,7 +101,7 @@ CODE = [
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_classes_are_small(path):
     text = path.read_text()
-    # A script is one file by rule, with a whole algorithm in it; so is the model, with all rules.
+    # A script is one file by design, with a whole algorithm; so is the model, with all its rules.
     if path.name.endswith("_clusterenv.py") or path.name == "model.py":
         return
     assert text.count("\n") <= 350

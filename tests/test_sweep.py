@@ -1,5 +1,5 @@
-"""The offline sweep: W&B's configurations, once each, several at once, whatever is killed; what it
-says meanwhile; and a table and a plot of the results.
+"""The offline sweep: it runs W&B's configurations once each and several at a time, whatever is
+killed, shows its progress, and makes a table and a plot of the results.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ from .scripts import ROOT, alive, children_of, environment, scalars
 
 pytestmark = pytest.mark.long
 
-# A program whose return is ten times x, and no number at x = 0. It fails at x = 13, and at x = 99
-# it waits for a file `go`, but not for ever.
+# A program whose return is ten times x, and None at x = 0. It fails at x = 13, and at x = 99 it
+# waits for a file `go`, for at most an hour.
 PROGRAM = """
 import json, os, sys, time
 flags = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
@@ -51,9 +51,7 @@ json.dump(summary, open("runs/one/summary.json", "w"))
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """A function that writes a sweep of PROGRAM, from YAML or with these keys, into the working
-    directory.
-    """
+    """Return a function that writes a sweep of PROGRAM into the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PROGRAM)
 
@@ -79,8 +77,8 @@ def load(path, seed=1):
 
 
 def test_a_grid_is_every_combination_in_wandbs_order(write):
-    # as W&B's own engine (PyPI's sweeps 0.3.0) lists it: by name, last name fastest, q_uniform
-    # without its maximum
+    # In the order of W&B's own engine (sweeps 0.3.0 on PyPI): by name, the last name fastest, and
+    # q_uniform without its maximum.
     nested = {"parameters": {"z": {"values": [1, 2]}, "a": {"min": 1, "max": 2}}}
     steps = {"distribution": "q_uniform", "min": 0, "max": 1, "q": 0.5}
     found = load(
@@ -119,7 +117,7 @@ CONTINUOUS = {
 
 def draw(write, keys, number=1000):
     values = [flat["x"] for flat in load(write({"x": keys}, method="random", run_cap=number))]
-    # Not NumPy's, whose names would reach the flags.
+    # Not NumPy's types, whose names would reach the flags.
     assert {type(value) for value in values} <= {
         int,
         float,
@@ -149,8 +147,8 @@ def test_quantized_distributions_are_rounded_to_multiples_of_q(distribution, q, 
     assert {type(value) for value in rounded} == {type(q)}
 
 
-# Those of github.com/wandb/sweeps, src/sweeps/config/schema.json; the package wandb itself has no
-# list.
+# The distributions of src/sweeps/config/schema.json in github.com/wandb/sweeps. The package wandb
+# itself has no list.
 WANDB_HAS = """beta categorical categorical_w_probabilities constant int_uniform inv_log_uniform
 inv_log_uniform_values log_normal log_uniform log_uniform_values normal q_beta q_log_normal
 q_log_uniform q_log_uniform_values q_normal q_uniform uniform"""
@@ -163,7 +161,7 @@ def test_there_is_every_distribution_that_wandb_has():
 def test_discrete_distributions(write):
     counts = np.unique(draw(write, {"min": 3, "max": 6}), return_counts=True)[
         1
-    ]  # both ends belong to it
+    ]  # both ends are included
     assert len(counts) == 4 and st.chisquare(counts).pvalue > 0.01
     counts = np.unique(draw(write, {"values": ["a", "b", "c"]}), return_counts=True)[1]
     assert len(counts) == 3 and st.chisquare(counts).pvalue > 0.01
@@ -176,7 +174,7 @@ def test_discrete_distributions(write):
     ]
     assert st.chisquare(counts, [100, 600, 300]).pvalue > 0.01
     assert set(draw(write, {"value": "same"}, 5)) == {"same"}
-    # They are not both integers: uniform.
+    # The limits are not both integers, so the distribution is uniform.
     assert {type(value) for value in draw(write, {"min": 0, "max": 1.5}, 5)} == {float}
 
 
@@ -280,7 +278,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_is_not_supported_is_refused_by_name(says, write):
+def test_unsupported_keys_and_values_are_refused_by_name(says, write):
     parameters, keys = REFUSED[says]
     with pytest.raises(SystemExit) as refusal:
         load(write(parameters, **keys))
@@ -291,7 +289,7 @@ def test_what_is_not_supported_is_refused_by_name(says, write):
     )
 
 
-def test_mistakes_on_the_command_line_are_one_line(write):
+def test_mistakes_on_the_command_line_are_a_one_line_error(write):
     write(X)
     Path("broken.yaml").write_text("a: [1\nb: 2")
     cases = {
@@ -360,13 +358,13 @@ def test_all_run_once_and_their_results_are_collected(write):
     again = command(path, "--jobs", "1").stdout.splitlines()
     assert again[0] == "6 configurations; 6 of them have finished before"
     assert again[1].startswith("6 of 6 have finished") and len(again) == 3
-    # a larger grid runs only what is new
+    # A larger grid runs only the new configurations.
     assert command(write({"x": {"values": [2, 3, 7]}, "seed": {"values": [1, 2]}})).returncode == 0
     assert len(attempts) == 6 and len(list(Path("runs/sweep").glob("*/attempt-*"))) == 8
     assert [float(row["eval_return_mean"]) for row in results()] == [20, 30, 70, 20, 30, 70]
 
 
-def test_the_failed_are_named_and_run_again(write):
+def test_failed_configurations_are_named_and_run_again(write):
     path = write({"x": {"values": [1, 13, 2]}})
     for attempts in (1, 2):
         result = command(path)
@@ -390,11 +388,11 @@ def test_the_failed_are_named_and_run_again(write):
     ]
 
 
-def test_what_a_random_sweep_draws_twice_is_run_and_collected_once(write):
+def test_a_configuration_that_a_random_sweep_draws_twice_is_run_and_collected_once(write):
     path = write({"x": {"values": [1, 2]}}, method="random", run_cap=8)
     drawn = [flat["x"] for flat in load(path)]
     second = drawn.index(drawn[0], 1)
-    result = command(path, "--index", str(second))  # a task of an array, besides that of index 0
+    result = command(path, "--index", str(second))  # a task of an array, beside the task of index 0
     assert (result.returncode, result.stdout) == (
         0,
         f"configuration {second} is the same as 0, which runs it: x={drawn[0]}\n",
@@ -411,13 +409,13 @@ def test_a_sweep_ends_at_the_first_run_that_lacks_the_metric(write):
     result = command(path, "--jobs", "1")
     assert result.returncode == 1 and len(list(Path("runs/sweep").glob("*/attempt-*"))) == 1
     assert "has no metric luck; its summary has: eval_return_mean, seed" in result.stderr
-    # its result is kept for another metric
+    # Its result is kept for another metric.
     path = write({"x": {"values": [1, 2, 3]}}, metric={"name": "seed"})
     assert "1 of them have finished before" in command(path, "--jobs", "1").stdout
 
 
 @pytest.mark.parametrize("word", ["None", "float('nan')"])
-def test_a_return_that_is_no_number_is_left_out_and_said(word, write):
+def test_a_return_that_is_not_a_number_is_left_out_and_reported(word, write):
     path = write({"x": {"values": [0, 1]}}, metric={"name": "eval_return_mean"})
     Path("train.py").write_text(PROGRAM.replace("or None", f"or {word}"))
     result = command(path)
@@ -429,7 +427,7 @@ def test_a_return_that_is_no_number_is_left_out_and_said(word, write):
     assert [row["eval_return_mean"] for row in results()] == [{"None": ""}.get(word, "nan"), "10.0"]
 
 
-# A program that ends once two of it run, and fails where there are more.
+# A program that ends once two copies of it run, and fails if there are more.
 PAIRS = """
 import json, os, pathlib, time
 here, start = pathlib.Path("../../../.."), time.time()
@@ -453,7 +451,7 @@ def test_as_many_run_at_once_as_jobs_says(write):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_plain_output_says_how_far_it_is_after_each_run(write):
+def test_plain_output_shows_the_progress_after_each_run(write):
     lines = command(write({"x": {"values": [2, 13, 3]}}), "--jobs", "1").stdout.splitlines()
     assert lines[0] == "3 configurations; 1 at once: as --jobs says"
     said = [line for line in lines if re.match(r"\d of 3 done", line)]
@@ -470,16 +468,16 @@ def test_plain_output_says_how_far_it_is_after_each_run(write):
     [
         (1, [30], 4, "4 min"),  # 30 s, and 50 s each
         (2, [20, 30], 2, "75 s"),  # 30 + 20 + 2 * 50 on two
-        (4, [10, 999], 0, "40 s"),  # no sooner than the last one
+        (4, [10, 999], 0, "40 s"),  # until the last run ends
         (2, [999], 0, "0 s"),
         (1, [0], 287, "4.0 h"),
     ],
 )
-def test_the_time_left_follows_from_the_mean_of_those_that_have_finished(
+def test_the_time_left_follows_from_the_mean_of_the_finished_runs(
     jobs, running, waiting, left, write
 ):
     progress = Progress(configurations.load(write(X)), 400, jobs)
-    progress.add(Path("before"), {("x",): 1}, 1.0)  # how long that took is not known
+    progress.add(Path("before"), {("x",): 1}, 1.0)  # its duration is not known
     assert progress.status(running, waiting) == "1 of 400 done; best eval_return_mean 1: x=1"
     for number, seconds in enumerate((40.0, 60.0)):
         progress.add(Path(str(number)), {("x",): 2}, None, seconds)
@@ -534,7 +532,7 @@ def test_runs_are_stopped_when_the_terminal_is_lost(write):
         (12, 64, {"num_workers": {"min": 1, "max": 3}}, [], 3),
         (12, 64, {}, ["--num-workers=11"], 1),
         (12, 64, {}, ["--num-workers", "1"], 6),
-        (99, 64, {}, [], 9),  # no more than there are
+        (99, 64, {}, [], 9),  # no more than there are configurations
     ],
 )
 def test_as_many_run_at_once_as_the_machine_carries(
@@ -568,8 +566,8 @@ def test_cores_and_memory_of_a_container_are_those_it_may_use(monkeypatch):
 
 
 def start_and_await(path, text="x is 99", number=1):
-    """Start a sweep, this number at once; return its process and its runs' pids once the log of
-    each has this text.
+    """Start a sweep with ``number`` runs at once. Return its process and its runs' pids once each
+    run's log has ``text``.
     """
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "experiments/sweeps/run.py"), path, "--jobs", str(number)],
@@ -625,7 +623,7 @@ def test_a_run_that_a_scheduler_has_told_to_stop_ends_the_sweep(saved, code, wri
     assert len(list(Path("runs/sweep").glob("*/attempt-*"))) == 1
 
 
-# A program that does not end when it is told to, nor does the process that it has started.
+# A program that does not end when it is told to. Neither does the process that it starts.
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
@@ -653,7 +651,7 @@ def test_a_second_ctrl_c_ends_runs_that_do_not_stop(write):
     assert_ended(pids)
 
 
-def test_a_result_that_was_cut_off_is_no_result(write):
+def test_a_truncated_result_does_not_count(write):
     path = write({"x": {"value": 1}})
     assert command(path).returncode == 0
     (result,) = Path("runs/sweep").glob("*/result.json")
@@ -678,7 +676,7 @@ def test_results_of_many_settings_and_of_words_are_plotted(write):
     assert Path("runs/sweep/results.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_real_script_is_swept_and_has_each_metric_under_its_names(tmp_path):
+def test_a_sweep_of_the_real_script_has_each_metric_under_its_names(tmp_path):
     flags = {
         "env_id": "CartPole-v1",
         "envs_per_worker": 2,
@@ -709,7 +707,7 @@ def test_the_real_script_is_swept_and_has_each_metric_under_its_names(tmp_path):
     for key, tag in metrics.TAGS.items():
         value = summary[key]
         assert isinstance(value, int | float)
-        # the script's speed at the last update, and at the end
+        # The logged SPS is that of the last update, and the summary's is that of the whole run.
         assert tag in (None, "charts/SPS") or scalars(path.parent, tag)[-1] == pytest.approx(value)
 
 
@@ -729,7 +727,7 @@ def test_job_files_are_bash():
 
 
 @pytest.mark.parametrize("arguments", [[], ["experiments/sweeps/sweep.yaml"]])
-def test_a_job_of_wandbs_agent_wants_a_sweep_and_no_file(arguments):
+def test_a_job_of_wandbs_agent_needs_a_sweep_and_not_a_file(arguments):
     command = ["bash", "slurm/sweep.sbatch", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
@@ -738,8 +736,8 @@ def test_a_job_of_wandbs_agent_wants_a_sweep_and_no_file(arguments):
     assert line.endswith("ENTITY/PROJECT/SWEEP_ID; wandb sweep FILE prints the last")
 
 
-# A program that saves and waits for a file `go`; when told to stop, it exits with 75. The first
-# one that is resumed finishes.
+# A program that saves and waits for a file `go`. When it is told to stop, it exits with 75. When it
+# is resumed, it finishes.
 STOPS = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
@@ -755,7 +753,7 @@ json.dump({"eval_return_mean": 1.0}, open(sys.argv[-1] + "/summary.json", "w"))
 
 
 def start(path):
-    """Start a sweep of STOPS; return its process and its attempt once the attempt has saved."""
+    """Start a sweep of STOPS. Return its process and its attempt once the attempt has saved."""
     before = set(Path("runs").glob("sweep/*/attempt-*"))
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "experiments" / "sweeps" / "run.py"), path, "--index", "0"],
@@ -773,11 +771,11 @@ def start(path):
     return process, new.pop()
 
 
-def test_a_configuration_goes_on_with_the_last_attempt_that_has_saved_and_runs_no_more(write):
+def test_a_configuration_resumes_its_last_saved_attempt_and_starts_no_other(write):
     path = write({"x": {"value": 1}})
     Path("train.py").write_text(STOPS)
     first, saved = start(path)
-    # Of the same configuration, at the same time: an attempt of its own.
+    # The same configuration, started again at the same time, has its own attempt.
     second, later = start(path)
     assert later != saved
     first.send_signal(signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Method bayes without W&B: Optuna draws from the results so far, and what it drew stays."""
+"""Method bayes without W&B: Optuna draws by the results so far, and its draws are kept."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def finish(sweep, flat, output, value):
     (directory / "result.json").write_text(json.dumps({"summary": {"mean_return_100": value}}))
 
 
-def test_what_is_drawn_is_of_its_distribution_and_of_plain_types(write, tmp_path):
+def test_draws_follow_their_distributions_and_have_plain_types(write, tmp_path):
     _, search = search_in(tmp_path, write(PARAMETERS, **KEYS))
     drawn = [configurations.nest(search.take(index)) for index in range(40)]
     for flat in drawn:
@@ -63,14 +63,14 @@ def test_it_comes_closer_to_the_best_than_chance(goal, write, tmp_path):
     for index in range(40):
         flat = search.take(index)
         distances.append(abs(flat[("x",)] - 7))
-        # Some fail, and some are no number.
+        # Some runs fail, and some values are not numbers.
         value = -distances[-1] if goal == "maximize" else distances[-1]
         if index % 7:
             finish(sweep, flat, tmp_path, None if index % 8 == 0 else value)
     assert np.median(distances[20:]) < 1.3 < 1.7 < np.median(distances[:10])  # by chance 2.5
 
 
-def test_what_was_drawn_stays_and_depends_on_seed_index_and_results(write, tmp_path):
+def test_draws_are_kept_and_depend_on_seed_index_and_results(write, tmp_path):
     path = write(PARAMETERS, **KEYS)
     _, search = search_in(tmp_path / "a", path)
     drawn = [search.take(index) for index in range(5)]
@@ -78,7 +78,7 @@ def test_what_was_drawn_stays_and_depends_on_seed_index_and_results(write, tmp_p
     assert list(search.known().values()) == drawn
     indices = random.Random(1).sample(range(5), 5)
     _, other = search_in(tmp_path / "b", path)
-    # The first ten are chance, in any order.
+    # The first ten draws are random, in any order.
     assert {index: other.take(index) for index in indices} == dict(enumerate(drawn))
     assert search_in(tmp_path / "c", path)[1].take(0) == drawn[0]
     assert search_in(tmp_path / "d", path, seed=2)[1].take(0) != drawn[0]
@@ -87,7 +87,7 @@ def test_what_was_drawn_stays_and_depends_on_seed_index_and_results(write, tmp_p
 @pytest.mark.parametrize(
     "other", [{"x": {"min": 0.0, "max": 0.1}}, {"y": {"min": 0.0, "max": 10.0}}]
 )
-def test_what_was_drawn_from_other_parameters_is_refused(other, write, tmp_path):
+def test_draws_from_other_parameters_are_refused(other, write, tmp_path):
     _, search = search_in(tmp_path, write({"x": {"min": 1.0, "max": 10.0}}, **KEYS))
     search.take(0)
     _, search = search_in(tmp_path, write(other, **KEYS))
@@ -108,7 +108,7 @@ def test_a_distribution_that_optuna_lacks_is_refused_by_name(keys, write, tmp_pa
         search_in(tmp_path, write({"x": keys}, **KEYS))
 
 
-def test_without_optuna_the_others_go_on_and_bayes_says_what_to_install(write, monkeypatch):
+def test_without_optuna_other_methods_work_and_bayes_says_what_to_install(write, monkeypatch):
     monkeypatch.setattr(configurations, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="needs Optuna, and it is not installed: pip install"):
         configurations.load(write(PARAMETERS, **KEYS))
@@ -120,7 +120,7 @@ def test_without_optuna_the_others_go_on_and_bayes_says_what_to_install(write, m
         assert result.returncode == 0, result.stderr
 
 
-def test_a_search_that_is_interrupted_goes_on_with_what_it_drew(write):
+def test_an_interrupted_search_continues_with_its_draws(write):
     metric = {"name": "eval/return_mean", "goal": "maximize"}
     parameters = {"x": {"value": 99}, "seed": {"min": 1, "max": 10**6}}
     path = write(parameters, method="bayes", run_cap=4, metric=metric)
@@ -138,6 +138,6 @@ def test_a_search_that_is_interrupted_goes_on_with_what_it_drew(write):
     after = command(path, "--list").stdout.splitlines()
     assert [line.replace("open", "finished") for line in before] == after[:2] and len(after) == 4
     assert [row["index"] for row in results()] == ["0", "1", "2", "3"]
-    # as a task of an array
+    # As a task of an array.
     seed = after[3].split("seed=")[1]
     assert command(path, "--index", "3").stdout == f"configuration 3 has finished: seed={seed}\n"

@@ -71,7 +71,7 @@ EVERY_THIRD, AT_MOST_TWO_BEHIND = SyncRule("interval", interval=3), SyncRule("ne
             6,
             0.5,
             False,
-        ),  # rounded, it may be as far from the published version; another pull brings no more
+        ),  # rounding alone may leave this divergence, and another pull would not reduce it
         (SyncRule("kl", math.inf), 5, 6, math.inf, False),
         (ALWAYS, 5, 6, 0.0, True),
         (ALWAYS, 5, 5, math.inf, False),
@@ -104,7 +104,7 @@ def num_bytes(policy):
 
 
 def make_agent():
-    """CleanRL's agent: the actor is in the policy, the critic is not."""
+    """Return CleanRL's agent and its policy, which has the actor and not the critic."""
     agent = nn.ModuleDict({"actor": linear(3, 3), "critic": linear(3, 1)})
     return agent, CategoricalPolicy(agent["actor"])
 
@@ -117,7 +117,7 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
     with ClusterEnv(VECTOR_ENVS, 2, sync_mode="kl", kl_threshold=0.02, weights="float32") as envs:
         envs.reset(seed=1)
         versions, pulled_so_far, apart = {}, [], 0
-        held, seen = 0, [[], []]  # of each worker, under the version that they hold
+        held, seen = 0, [[], []]  # each worker's observations while it held that version
         for iteration in range(12):
             change(policy, 0.08 * (iteration % 3))
             pulls = envs.pulls
@@ -125,7 +125,7 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             versions[envs.policy_version] = cloudpickle.loads(cloudpickle.dumps(policy))
             pulled = envs.pulls - pulls
             mean = np.average(envs.divergence, weights=[2, 1])  # of all rows
-            assert_same(pulled, np.full(2, mean > 0.02, np.int64))  # together
+            assert_same(pulled, np.full(2, mean > 0.02, np.int64))  # both or none
             if iteration == 0:
                 assert envs.divergence.tolist() == [math.inf] * 2
             else:
@@ -141,7 +141,7 @@ def test_kl_mode_pulls_exactly_when_the_divergence_exceeds_the_threshold():
             for worker, rows in enumerate((slice(0, 2), slice(2, 3))):
                 seen[worker].append(rollout.observations[:, rows].reshape(-1, 3))
             pulled_so_far.append(pulled)
-        assert apart  # alone, one would have pulled and the other not
+        assert apart  # by itself, one would have pulled and the other not
         assert 2 < np.sum(pulled_so_far, 0).min() < 10  # some were pulled and some were not
         assert envs.sync_bytes == envs.pulls.sum() * num_bytes(policy)
 
@@ -164,7 +164,7 @@ def kl_categorical(behavior, policy, observations):
         ({"sync_mode": "never", "max_policy_lag": 2}, [1, 1, 1, 6, 6, 6, 9]),
         ({"sync_mode": "kl", "kl_threshold": 1e9, "max_policy_lag": 4}, [1, 1, 1, 6, 6, 6, 6]),
     ],
-    ids=["always", "interval", "never", "never but for the lag", "kl but for the lag"],
+    ids=["always", "interval", "never", "never with a lag bound", "kl with a lag bound"],
 )
 def test_versions_pulls_and_bytes(arguments, versions):
     _, policy = make_agent()
@@ -173,7 +173,7 @@ def test_versions_pulls_and_bytes(arguments, versions):
         assert (envs.policy_version, envs.pulls.tolist(), envs.sync_bytes) == (0, [0], 0)
         for number, expected in enumerate(versions):
             if number == 3:
-                # A publish makes a version, with a rollout or without.
+                # A publication makes a version, with or without a rollout.
                 assert [envs.publish(policy) for _ in range(2)] == [
                     4,
                     5,
@@ -186,7 +186,7 @@ def test_versions_pulls_and_bytes(arguments, versions):
         assert envs.sync_bytes == len(set(versions)) * num_bytes(policy)
 
 
-def test_never_acts_on_the_first_weights_until_the_policy_is_another():
+def test_mode_never_keeps_the_first_weights_until_another_policy_comes():
     greedy, uniform, first = (
         EpsilonGreedyPolicy(linear(3, 3), 0),
         CategoricalPolicy(linear(3, 3)),
@@ -206,7 +206,7 @@ def test_never_acts_on_the_first_weights_until_the_policy_is_another():
         assert share_of_first_choices() == 1
         change(greedy, 3)
         assert share_of_first_choices() == 1
-        greedy.epsilon = 1  # it belongs to the head, and needs no pull
+        greedy.epsilon = 1  # it travels with each request, and needs no pull
         # Four standard deviations of 300 draws.
         assert share_of_first_choices() == pytest.approx(1 / 3, abs=0.12)
         assert envs.pulls.tolist() == [1, 1]
@@ -230,7 +230,7 @@ def test_properties_are_copies():
 
 
 def divergence(old, new, observations):
-    """The divergence of ``new`` from ``old``, as if a worker had acted on ``old``."""
+    """Return the divergence of ``new`` from ``old``, as if a worker had acted on ``old``."""
     with torch.no_grad():
         params = old(torch.as_tensor(observations)).numpy()
     return divergence_of(new, [observations], [params]).item()
@@ -269,7 +269,7 @@ def test_gaussian_divergence(observations):
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_epsilon_greedy_divergence_is_of_softmax_values_at_the_temperature_of_the_gap(
+def test_epsilon_greedy_divergence_is_that_of_a_softmax_with_the_gap_as_temperature(
     observations, epsilon
 ):
     old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4), epsilon))
@@ -282,7 +282,7 @@ def test_epsilon_greedy_divergence_is_of_softmax_values_at_the_temperature_of_th
     expected = (p * np.log(p / q)).sum(-1).mean()
     assert expected > 0.1
     assert divergence(old, new, observations) == pytest.approx(expected, rel=1e-4)
-    for policy in (old, new):  # rewards in another unit, and a value that all actions have
+    for policy in (old, new):  # rewards in another unit, and a constant added to all values
         with torch.no_grad():
             policy.q_network[-1].weight.mul_(1000)
             policy.q_network[-1].bias.mul_(1000).add_(70_000)
@@ -308,7 +308,7 @@ def test_the_divergence_of_values_is_finite_at_underflow_and_nan_where_a_value_i
     assert policy.kl(old, new).isnan().any()
 
 
-def test_an_action_that_is_far_worse_than_all_others_does_not_hide_what_changes(observations):
+def test_an_action_that_is_far_worse_than_all_others_does_not_hide_changes(observations):
     old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4)))
     expected = divergence(old, new, observations)
     for policy in (old, new):
@@ -327,7 +327,7 @@ def test_an_action_that_is_far_worse_than_all_others_does_not_hide_what_changes(
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observations):
+def test_divergence_from_itself_is_zero_and_divergence_is_a_mean_over_states(policy, observations):
     assert divergence(policy, policy, observations) == pytest.approx(0, abs=1e-6)
     new = cloudpickle.loads(cloudpickle.dumps(policy))
     change(new, 0.5)
@@ -346,7 +346,7 @@ def test_divergence_is_zero_of_itself_and_a_mean_over_states(policy, observation
 @pytest.mark.parametrize(
     "layer", [nn.BatchNorm1d(3), nn.Dropout(0.5)], ids=lambda layer: type(layer).__name__
 )
-def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observations):
+def test_divergence_is_measured_in_eval_mode_and_changes_nothing(layer, observations):
     policy = CategoricalPolicy(nn.Sequential(layer, linear(3, 4)))
     assert policy.training  # as a learner leaves it; workers act in eval mode
     weights, others = flat_weights(policy)
@@ -357,7 +357,7 @@ def test_divergence_is_of_what_workers_do_and_changes_nothing(layer, observation
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(1, 1024), (16, 64), (1024, 1), (3000, 1)])
-def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
+def test_fewer_states_of_each_row_are_kept_if_there_are_many_rows(num_rows, most):
     copies, policy = (
         [PolicyCopy(range(row, row + 1)) for row in range(num_rows)],
         CategoricalPolicy(linear()),
@@ -369,7 +369,7 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
         states = np.random.default_rng(size).normal(size=(size, 3)).astype(np.float32)
         (request,) = store.requests(copies[-1:], size)
         assert request.states == min(size, most)
-        # As a worker sends them; here they are the observations themselves.
+        # As a worker sends them. Here the parameters are the observations themselves.
         params = states[measured_states(size, copies[-1].rows, request.states, in_sequence=False)]
         rewards = np.zeros((size, 1))
         part = SimpleNamespace(
@@ -384,9 +384,7 @@ def test_of_many_rows_fewer_states_of_each_are_kept(num_rows, most):
 
 
 @pytest.mark.parametrize(("num_steps", "number"), [(1, 1), (7, 7), (128, 16), (128, 1), (100, 33)])
-def test_the_states_of_a_row_are_spread_evenly_and_are_its_own_whichever_worker_has_it(
-    num_steps, number
-):
+def test_the_states_of_a_row_are_spread_evenly_whichever_worker_has_it(num_steps, number):
     def steps_by_row(*shares):
         found = {}
         for rows in shares:
@@ -402,7 +400,7 @@ def test_the_states_of_a_row_are_spread_evenly_and_are_its_own_whichever_worker_
     for steps in of_one.values():
         assert len(set(steps)) == number and min(steps) >= 0 and max(steps) < num_steps
         assert max(np.diff([max(steps) - num_steps, *steps])) <= num_steps / number + 1
-    if number == 1:  # one of each row, at all times of the rollout
+    if number == 1:  # one state of each row, spread over the rollout
         assert np.histogram(np.concatenate(list(of_one.values())), 4, (0, num_steps))[0].min() >= (
             num_steps > 1
         )
@@ -413,7 +411,7 @@ def test_in_sequence_each_rows_first_states_are_measured():
     assert found.tolist() == list(range(8))
 
 
-def test_who_acted_by_no_distribution_pulls_and_the_others_are_measured():
+def test_a_worker_without_a_valid_distribution_pulls_and_the_others_are_measured():
     copies, policy = (
         [PolicyCopy(range(row, row + 1)) for row in range(3)],
         CategoricalPolicy(linear()),
@@ -450,7 +448,7 @@ def test_spaces_that_no_number_can_be_drawn_from_have_a_batch_of_one(space):
 
 
 class Mixed(nn.Module):
-    """Tensors of many dtypes and shapes, contiguous or not, some of them the same."""
+    """Tensors of many dtypes and shapes, contiguous or not, some of them shared."""
 
     def __init__(self):
         super().__init__()
@@ -473,7 +471,7 @@ class Mixed(nn.Module):
 
 
 def tensors_of(policy):
-    """All parameters, and all buffers, by name."""
+    """Return all parameters and all buffers, by name."""
     return dict(policy.named_parameters()), dict(policy.named_buffers())
 
 
@@ -515,7 +513,7 @@ def test_the_structure_carries_no_weights():
 
 def test_workers_load_a_published_policy_before_they_answer_the_next_reset():
     policy = CategoricalPolicy(linear(1, 2))
-    with ClusterEnv([CountingEnv] * 2, 2, worker_start="spawn") as envs:  # a fork has torch
+    with ClusterEnv([CountingEnv] * 2, 2, worker_start="spawn") as envs:  # forks have torch
         envs.reset()
         assert envs.call("imported", "torch") == (False, False)
         assert envs.publish(policy) == 1

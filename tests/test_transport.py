@@ -1,4 +1,4 @@
-"""The head's socket, without workers: peers in this process send anything that they like."""
+"""The head's socket, without workers: peers in this process send arbitrary messages."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ from .scripts import ROOT
 
 @pytest.fixture
 def make(tmp_path):
-    """Make a transport, by default on a socket file."""
+    """Return a function that makes a transport, by default on a socket file."""
     made = []
 
     def make(bind_address=None, port=0, security="none", keys=None):
@@ -56,7 +56,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def dial():
-    """Return peers of a transport, by identity."""
+    """Return a function that connects a peer with an identity to a transport."""
     with zmq.Context() as context:
         peers = []
 
@@ -74,7 +74,7 @@ def dial():
 
 
 def hear(transport, number=1):
-    """Return so many messages, besides pings."""
+    """Receive at least ``number`` messages, apart from pings, and return them."""
     received = []
     while len(received) < number:
         some, closed = transport.exchange([], PATIENCE)
@@ -83,13 +83,13 @@ def hear(transport, number=1):
     return received
 
 
-def test_where_it_listens():
+def test_the_listening_address():
     assert listening_address(None, "*", "/d") == listening_address("", 1, "/d") == "ipc:///d/head"
     assert listening_address("127.0.0.1", "*", "/d") == "tcp://127.0.0.1:*"
     assert listening_address("::1", 5, "/d") == "tcp://[::1]:5"
 
 
-def test_what_is_sent_and_received(make, dial):
+def test_messages_are_sent_and_received(make, dial):
     transport = make()
     first, second = dial(transport, b"first"), dial(transport, b"second")
     first.send_multipart([*frames(3, Pull(7)), b"one", b""])
@@ -110,12 +110,12 @@ def test_what_is_sent_and_received(make, dial):
     assert decode_from_head(first.recv()) == (None, Ping())
 
 
-def test_with_no_time_it_only_sends(make, dial, monkeypatch):
+def test_an_exchange_without_a_time_only_sends(make, dial, monkeypatch):
     transport = make()
     peer = dial(transport)
     for number in range(100):
         peer.send_multipart(frames(None, Pull(number)))
-    # Of messages that come at once, it takes only the first.
+    # An exchange then takes only one message.
     monkeypatch.setattr(module, "MOST_AT_ONCE", 1)
     for number in range(100):
         (received,) = hear(transport)
@@ -123,7 +123,7 @@ def test_with_no_time_it_only_sends(make, dial, monkeypatch):
         assert transport.exchange([Outgoing(b"peer", None, Ping())], None) == ([], [])
 
 
-def test_with_a_closed_connection_it_receives_what_is_there_and_does_not_wait(make, dial):
+def test_an_exchange_with_a_closed_connection_receives_without_waiting(make, dial):
     transport = make()
     peer = dial(transport)
     peer.send_multipart(frames(None, Pull(1)))
@@ -137,7 +137,7 @@ def test_with_a_closed_connection_it_receives_what_is_there_and_does_not_wait(ma
     assert transport.exchange(sent[1:], 10**6) == ([], [b"nobody"])  # otherwise it waits for days
 
 
-def test_it_waits_for_as_many_seconds_or_until_the_first_message(make, dial):
+def test_an_exchange_waits_for_its_time_or_until_the_first_message(make, dial):
     transport, start = make(), time.monotonic()
     assert transport.exchange([], 0.5) == ([], [])
     assert 0.45 < time.monotonic() - start < PATIENCE
@@ -154,7 +154,7 @@ def test_any_other_error_of_a_send_is_raised(make):
         transport.exchange([Outgoing(b"nobody", 1, Ping())], None)
 
 
-def test_what_the_handler_of_a_signal_raises_while_there_is_nothing_to_receive_is_not_lost(make):
+def test_an_exception_of_a_signal_handler_is_not_lost_if_there_is_nothing_to_receive(make):
     transport, raised, seen, done = make(), [], [], threading.Event()
 
     class Told(Exception):
@@ -192,15 +192,15 @@ def test_libzmq_reads_on_while_nothing_is_received(make):
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.sndhwm, peer.sndtimeo, peer.linger = 1, int(PATIENCE * 1000), 0
         peer.connect(transport.address)
-        for _ in range(20_000):  # more than sockets hold
+        for _ in range(20_000):  # more than the sockets hold
             peer.send(bytes(100))
 
 
 @pytest.mark.parametrize("sent", [b"x" * 10, PING], ids=["something", "pings"])
-def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, sent):
+def test_a_flood_is_received_in_limited_portions(make, dial, monkeypatch, sent):
     monkeypatch.setattr(module, "MOST_AT_ONCE", most := 5)
     transport, exchanges, last = make(), 0, []
-    peer = dial(transport)  # A peer whose identity begins with p, and whose pings are kept.
+    peer = dial(transport)  # Like a pulse, its identity begins with p.
     for each in [sent] * 1000 + [b"last"]:
         peer.send(each)
     while b"last" not in last:
@@ -211,8 +211,8 @@ def test_of_a_flood_only_so_much_is_received_at_once(make, dial, monkeypatch, se
 
 
 def pulsing(transport, dial, number=0):
-    """Connect a worker and its pulse, on which the head then counts; return the worker's identity,
-    and both.
+    """Connect a worker and its pulse, which the head expects from then on. Return the worker's
+    identity, the worker and the pulse.
     """
     identity = b"w%d" % number
     worker, pulse = dial(transport, identity), dial(transport, pulse_of(identity))
@@ -233,7 +233,7 @@ def close(transport, pulse):
 
 
 def ping(transport, *identities):
-    """Ping these workers, and return those whose connection is closed."""
+    """Ping these workers. Return the identities whose connection is closed."""
     received, closed = transport.exchange(
         [Outgoing(identity, None, Ping()) for identity in identities], None
     )
@@ -250,18 +250,16 @@ def test_a_worker_need_not_have_a_second_connection(make, dial):
         assert ping(transport, b"w0") == [] and worker.recv() == PING
 
 
-def test_a_worker_whose_second_connection_closes_is_closed_but_what_it_sent_before_is_heard(
-    make, dial
-):
+def test_a_worker_whose_second_connection_closes_is_closed_after_its_messages_arrive(make, dial):
     transport = make()
     identity, worker, pulse = pulsing(transport, dial)
     for _ in range(3):
         assert ping(transport, identity) == [] and pulse.recv() == PING and worker.recv() == PING
     worker.send_multipart(frames(None, Pull(2)))
     close(transport, pulse)
-    assert ping(transport, identity) == []  # It may be missing once,
+    assert ping(transport, identity) == []  # The pulse may be missing once,
     assert [each.read() for each in hear(transport)] == [(None, Pull(2))]
-    assert ping(transport, identity) == ping(transport, identity) == [identity]  # and not twice.
+    assert ping(transport, identity) == ping(transport, identity) == [identity]  # but not twice.
     transport.forget(identity)
     transport.forget(identity)
     assert ping(transport, identity) == []
@@ -275,7 +273,7 @@ def test_a_second_connection_may_be_missing_once_from_the_start(make, dial):
     assert ping(transport, identity) == [identity]
 
 
-def test_what_is_no_message_is_told_in_one_printable_line():
+def test_a_malformed_message_is_described_in_one_printable_line():
     assert Received(b"", frames(1, Pull(2))).read() == (1, Pull(2))
     seq, malformed = Received(b"", [encode((1, {"type": "\x1b[2J\n"}))]).read()
     assert seq is None and isinstance(malformed, str)
@@ -291,7 +289,7 @@ def test_a_strangers_message_is_short(beyond):
     assert received.read(is_strange=True) == ((None, "a long message") if beyond else (1, Pull(2)))
 
 
-def test_what_is_dropped_is_counted_and_said_once_of_each_and_of_a_hundred(make, caplog):
+def test_drops_are_counted_and_logged_once_for_each_of_a_hundred_peers(make, caplog):
     transport = make()
     for number in range(120):
         for _ in range(2):
@@ -324,7 +322,7 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(
     assert limits == ([] if expected is None else [(resource.RLIMIT_NOFILE, expected)])
 
 
-def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
+def test_a_transports_directory_is_private_and_is_removed_with_it(tmp_path):
     parent = tmp_path / "a" / "b"  # a socket's path must not be long
     transport = Transport(None, 0, "none", None, parent)
     directory = Path(transport.directory)
@@ -346,7 +344,7 @@ def test_its_directory_is_its_owners_and_goes_with_it(tmp_path):
     gone.close()
 
 
-def test_when_it_is_closed_nothing_is_left_open(make):
+def test_a_closed_transport_leaves_nothing_open(make):
     before = len(os.listdir("/proc/self/fd"))
     transport = make("127.0.0.1", security="curve")
     assert len(os.listdir("/proc/self/fd")) > before
@@ -354,7 +352,7 @@ def test_when_it_is_closed_nothing_is_left_open(make):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
+def test_a_socket_file_with_too_long_a_path_is_an_error(tmp_path):
     parent = tmp_path / ("x" * (107 - len(f"{tmp_path}//clusterenv-12345678/head")))
     transport = Transport(None, 0, "none", None, parent)
     assert len(transport.address.removeprefix("ipc://")) == 107
@@ -368,7 +366,7 @@ def test_where_a_socket_file_has_too_long_a_name_it_says_so(tmp_path):
     assert not any(parent.iterdir())
 
 
-def test_a_port_that_is_taken_is_told_and_leaves_nothing(make, tmp_path):
+def test_a_port_that_is_taken_is_an_error_and_leaves_nothing(make, tmp_path):
     first = make("127.0.0.1")
     port = int(first.address.rpartition(":")[2])
     with pytest.raises(
@@ -401,9 +399,9 @@ def test_keys_are_for_tcp_alone(make, dial, caplog):
     assert caplog.text.count("refused a connection with a foreign key") == 1
 
 
-def test_a_peer_that_does_not_read_keeps_it_neither_from_sending_nor_from_closing(make, dial):
+def test_a_peer_that_does_not_read_blocks_neither_sending_nor_closing(make, dial):
     transport = make()
-    # It takes a thousand messages at once.
+    # The connection queues a thousand messages.
     dial(transport).send_multipart(frames(None, Pull(1)))
     hear(transport)
     sent = threading.Thread(
@@ -438,11 +436,11 @@ with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1, worker_start="spawn") as
 
 
 def test_a_connection_that_breaks_while_much_is_unread_does_not_end_the_head():
-    """libzmq breaks it where it has to send a PING to it."""
+    """libzmq breaks the connection when it has to send a PING on it."""
     subprocess.run([sys.executable, "-c", BREAKS], check=True, cwd=ROOT, timeout=PATIENCE)
 
 
-def test_an_identity_that_is_taken_goes_to_the_last_and_nothing_is_kept_of_the_others(make, dial):
+def test_a_taken_identity_goes_to_the_last_peer_and_nothing_of_the_others_is_kept(make, dial):
     transport = make()
     for number in range(5):
         dial(transport, b"taken").send(b"%d" % number)

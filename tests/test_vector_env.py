@@ -76,7 +76,7 @@ def both(env_fns, num_workers=2, **kwargs):
 
 
 def assert_equal_run(envs, sync, seed=0, num_steps=20):
-    """Reset and step both alike, in their autoreset mode."""
+    """Reset and step both in the same way, in their autoreset mode, and compare the results."""
     assert_same(envs.reset(seed=seed), sync.reset(seed=seed))
     envs.action_space.seed(0)
     for step in range(num_steps):
@@ -125,7 +125,7 @@ def test_equals_sync_vector_env_in_every_autoreset_mode(mode, num_workers):
 
 @pytest.fixture(scope="module", params=AutoresetMode)
 def pair(request):
-    """Five environments on three workers, and the same in this process."""
+    """Return five environments on three workers, and the same environments in this process."""
     envs, sync = both(
         [partial(RandomEnv, spaces.Box(-1, 1, (2,)))] * 5, 3, autoreset_mode=request.param
     )
@@ -142,7 +142,7 @@ def pair(request):
 def test_equals_sync_vector_env_with_any_seed(pair, seed):
     envs, sync = pair
     for env in pair:
-        env.reset(seed=1)  # a seed of None goes on from this
+        env.reset(seed=1)  # a seed of None continues from this one
     assert_equal_run(envs, sync, seed, num_steps=5)
 
 
@@ -199,7 +199,7 @@ def test_calls_and_attributes_equal_sync_vector_env(pair):
 
 @pytest.fixture(scope="module")
 def counting():
-    """Three counting environments on two workers; ``counting.reset()`` first."""
+    """Return three counting environments on two workers. Call ``counting.reset()`` first."""
     with ClusterEnv([CountingEnv] * 3, 2) as envs:
         yield envs
 
@@ -318,7 +318,7 @@ def test_wrong_reset_masks(counting, mask, error, text):
 
 
 def test_a_worker_that_only_steps_never_imports_torch():
-    # A forked one has what the head has.
+    # A forked worker has the modules that the head has.
     with ClusterEnv([CountingEnv] * 3, 2, worker_start="spawn") as envs:
         envs.reset()
         envs.step([0, 0, 0])
@@ -359,7 +359,7 @@ def test_timeouts_leave_a_usable_env(tmp_path):
             envs.step_wait(timeout=0.01)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
-        # The late answer to that step may be of an end that nobody has seen.
+        # The late response to that step may have an episode's end that nobody has seen.
         with pytest.raises(ResetNeeded, match="because one has raised, or a step was given up"):
             envs.step_async([0, 0])
         envs.reset_async()
@@ -394,8 +394,8 @@ def test_an_environment_that_reuses_its_arrays(mode):
         final_observations = []
         for step in range(9):
             result, expected = envs.step([0, 0, 0]), sync.step([0, 0, 0])
-            # SyncVectorEnv keeps the array itself, which shows the reset observation then; here it
-            # is unchanged.
+            # SyncVectorEnv keeps the array itself, which then shows the reset's observation. Here
+            # the final observation is unchanged.
             final_observations += [
                 array.item() for array in result[-1].pop("final_obs", []) if array is not None
             ]
@@ -459,7 +459,7 @@ def test_spaces_that_do_not_match(workers, observation_mode, other, row):
     env_fns = [partial(RandomEnv, SMALL)] * 4
     env_fns[row] = partial(RandomEnv, *other)
     before = workers()
-    # Where the head can see that they do not fit, Gymnasium's error is a ValueError.
+    # In mode "different", the error is Gymnasium's ValueError.
     error = ValueError if observation_mode == "different" else RuntimeError
     for make in (partial(ClusterEnv, num_workers=2), SyncVectorEnv):
         with pytest.raises(error, match="space|shape"):
@@ -468,7 +468,7 @@ def test_spaces_that_do_not_match(workers, observation_mode, other, row):
 
 
 class OwnBox(spaces.Box):
-    """Gymnasium batches no such spaces of different bounds."""
+    """A subclass of Box, which Gymnasium cannot batch in mode "different"."""
 
 
 def test_spaces_that_gymnasium_cannot_batch_leave_no_workers(workers):
@@ -543,7 +543,7 @@ def test_each_worker_has_a_contiguous_share_of_the_rows():
         assert envs.call("pid") == (a, a, b, b, c)
 
 
-def test_what_cannot_be_sent_is_left_out_of_infos_with_one_warning_for_each_key():
+def test_infos_that_cannot_be_sent_are_left_out_with_one_warning_for_each_key():
     with ClusterEnv([UnsendableEnv] * 3, 2) as envs:
         envs.reset()
         with warnings.catch_warnings(record=True) as caught:
@@ -581,7 +581,7 @@ def tensors():
 
 
 class PlainEnv(CountingEnv):
-    """Has values in its infos that are as good as plain data."""
+    """Has values in its infos that can become plain data."""
 
     def step(self, action):
         point = Point(0.5, Gear.FIRST, {1, 2})
@@ -593,7 +593,7 @@ class PlainEnv(CountingEnv):
         }
 
 
-def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
+def test_infos_that_can_become_plain_data_arrive_as_plain_data():
     with ClusterEnv([PlainEnv] * 2, 1) as envs:
         envs.reset()
         with pytest.warns(UserWarning, match=r"Info secret \(set\) is left out"):
@@ -606,7 +606,7 @@ def test_what_is_as_good_as_plain_data_arrives_in_infos_as_that():
         ]
         assert infos["tensor"].tolist() == [2.5, 2.5] and infos["tensor"].dtype == np.float32
         assert infos["tensors"].tolist() == [[0, 1, 2]] * 2
-        # At the head it would be no Gear any more.
+        # At the head it would no longer be a Gear.
         with pytest.raises(TypeError, match="Gear cannot be sent to the head"):
             envs.call("echo", Gear.FIRST)
 
@@ -618,14 +618,14 @@ class GlobalEnv(CountingEnv):
         return *super().step(action)[:-1], {"drawn": (random.random() + np.random.random())}
 
 
-def test_random_numbers_of_the_whole_process_are_seeded_with_the_environments():
+def test_global_random_numbers_are_seeded_with_the_environments():
     def drawn(envs, seed):
         envs.reset(seed=seed)
         return [envs.step([0] * 3)[-1]["drawn"].tolist() for _ in range(2)]
 
     with ClusterEnv([GlobalEnv] * 3, 2) as envs, ClusterEnv([GlobalEnv] * 3, 2) as others:
         first = drawn(envs, 1)
-        assert len(np.unique(first)) == 6  # nor are those of two workers alike
+        assert len(np.unique(first)) == 6  # two workers do not draw the same, either
         assert drawn(envs, 1) == first == drawn(others, 1) != drawn(others, 2)
 
 
@@ -652,9 +652,9 @@ def test_an_environment_registered_here_works_on_workers(entry_point):
         assert envs.step([0, 0])[0].ravel().tolist() == [1, 1]
 
 
-def test_an_environment_registered_over_one_of_gymnasiums_is_the_one_on_workers():
+def test_an_environment_registered_over_one_of_gymnasiums_is_used_on_workers():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Gymnasium's, that there was one
+        warnings.simplefilter("ignore")  # Gymnasium warns that the id was taken
         with (
             registered("CartPole-v1", partial(RandomEnv, spaces.Box(-1, 1, (2,)))),
             ClusterEnv([lambda: gym.make("CartPole-v1")] * 2, 2) as envs,
@@ -707,7 +707,7 @@ class CountingWith(CountingEnv):
         super().__init__()
 
 
-def test_what_workers_register_once_more_they_do_not_talk_about(tmp_path, monkeypatch):
+def test_workers_do_not_warn_when_they_register_an_environment_again(tmp_path, monkeypatch):
     env_id = "ClusterTest/Counting-v0"
 
     entry_point = "tests.envs:CountingEnv"
@@ -720,7 +720,7 @@ def test_what_workers_register_once_more_they_do_not_talk_about(tmp_path, monkey
         return gym.make(env_id)
 
     with registered(env_id, CountingEnv), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of this process, which has made one, too
+        warnings.simplefilter("ignore")  # warnings of this process do not matter
         with ClusterEnv([make] * 2, 1, log_dir=str(tmp_path)) as envs:
             envs.reset()
     assert "Overriding" not in (tmp_path / "worker-0.log").read_text()

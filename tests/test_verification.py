@@ -1,4 +1,4 @@
-"""The protocol's model and the simulation: nothing breaks them, and they would notice mistakes."""
+"""The protocol's model and the simulation: nothing breaks them, and they notice mistakes."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def test_no_order_of_events_breaks_the_protocol(calls, faults, states):
     assert (result.problem, result.states) == ("", states), result.events
 
 
-def test_these_are_more_than_a_million_states():
+def test_the_programs_have_more_than_a_million_states():
     assert sum(states for *_, states in PROGRAMS) > 1_000_000
 
 
@@ -32,7 +32,7 @@ def test_a_bug_in_the_model_is_found(bug):
     assert find(bug).problem
 
 
-def test_a_state_from_which_there_is_no_way_to_the_end():
+def test_a_state_from_which_there_is_no_way_to_the_end_is_found():
     # 0 -> 1 -> 2, 1 -> 3, and 3 -> 4 -> 3.
     sources, targets = array("l", [0, 1, 1, 3, 4]), array("l", [1, 2, 3, 4, 3])
     assert first_without_way([False, False, True, False, False], sources, targets) == 3

@@ -1,4 +1,4 @@
-"""The head's records of each worker's policy and of the published one, without workers."""
+"""The head's records of each worker's policy and of the published policy, without workers."""
 
 import logging
 import math
@@ -25,19 +25,19 @@ SPACES = spaces.Box(-1, 1, (3,)), spaces.Discrete(3)
 
 
 def made(number=1, **options):
-    """Return so many copies and their store."""
+    """Return ``number`` copies and their store."""
     copies = [PolicyCopy(range(2 * each, 2 * each + 2)) for each in range(number)]
     return copies, store_in(copies, *SPACES, rounds=True, **options)
 
 
 def acted(version, num_steps=6, num_envs=2):
-    """A part in which a worker acted on this version of `CategoricalPolicy`."""
+    """Return a part in which a worker acted on this version of a `CategoricalPolicy`."""
     part = a_part(SPACES[0], num_steps, num_envs)
     part.version = version
     return part
 
 
-def test_the_first_version_is_1_and_nobody_knows_what_a_worker_holds():
+def test_the_first_version_is_1_and_a_worker_holds_no_known_version():
     (copy,), store = made()
     assert (store.version, store.bytes_sent, store.mismatches, store.structure) == (0, 0, 0, b"")
     assert store.publish(CategoricalPolicy(linear()))
@@ -45,7 +45,7 @@ def test_the_first_version_is_1_and_nobody_knows_what_a_worker_holds():
     assert (copy.held, copy.behavior, copy.measured, copy.divergence) == (0, 0, 0, math.inf)
 
 
-def test_what_is_no_policy_or_cannot_travel_is_refused_and_changes_nothing():
+def test_an_object_that_cannot_be_a_policy_is_refused_and_changes_nothing():
     _, store = made()
     for wrong, name in (
         (linear(), "Sequential"),
@@ -75,23 +75,23 @@ def raise_memory_error(_):
     raise MemoryError
 
 
-def test_a_hook_that_is_registered_again_makes_no_other_structure():
+def test_a_hook_that_is_registered_again_does_not_change_the_structure():
     _, store = made()
     policy = CategoricalPolicy(linear())
     assert [publish_with_hook(store, policy) for _ in range(3)] == [True, False, False]
 
 
-def test_another_object_is_noticed_also_at_the_address_of_the_last_one():
+def test_a_new_object_is_noticed_even_at_the_address_of_the_last_one():
     _, store = made()
     policy = CategoricalPolicy(linear())
     for number in range(20):
-        # The next one has the address of this one, unless something keeps it.
+        # The next object has the address of this one, unless something keeps this one alive.
         policy.actor.scale = partial(leave, number)
         assert store.publish(policy)
         del policy.actor.scale
 
 
-def test_frozen_parameters_are_told_where_they_are_rounded(caplog):
+def test_frozen_parameters_that_are_rounded_are_warned_of(caplog):
     policy = CategoricalPolicy(linear())
     policy.actor[0].bias.requires_grad_(False)
     policy.exact = nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False)
@@ -110,11 +110,11 @@ def publish_with_hook(store, policy):
 
 
 def leave(*_):
-    """Change nothing that a module returns."""
+    """Leave a module's output unchanged."""
 
 
 class CallsItsOwn(CategoricalPolicy):
-    """Its methods call others in ways in which a worker does not."""
+    """A policy whose methods call each other in ways in which a worker does not."""
 
     def act(self, params, noise=None):
         return params.argmax(-1) if noise is None else super().act(params, noise)
@@ -129,7 +129,7 @@ def test_a_policy_may_call_its_own_methods_in_any_way():
     assert store.published.example["extras"]["greedy"].shape == (1,)
 
 
-def test_another_structure_forgets_what_workers_hold_and_what_they_say_of_the_last():
+def test_a_new_structure_discards_what_workers_hold_and_their_parts_of_the_last_one():
     (copy,), store = made()
     store.publish(CategoricalPolicy(linear()))
     store.pull(copy, 0)
@@ -163,11 +163,11 @@ def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
     store.load_state_dict(state)
     for copy in (*copies, *others):
         assert (copy.held, copy.weights) == (0, None)
-    for each in (store, other):  # no worker has it
+    for each in (store, other):  # no worker has this structure
         assert each.publish(policy) and each.version == each.published.since == 2
 
 
-def test_it_is_said_once_that_a_policy_has_become_another_many_times(caplog):
+def test_many_changes_of_the_structure_are_warned_of_once(caplog):
     _, store = made()
     policy = CategoricalPolicy(linear())
 
@@ -192,7 +192,7 @@ class WithoutKL(CategoricalPolicy):
         raise NotImplementedError("it has none")
 
 
-def test_without_a_divergence_there_is_none_to_measure_and_nothing_to_say(caplog):
+def test_without_a_divergence_nothing_is_measured_or_logged_unless_it_is_needed(caplog):
     (copy,), store = made(needs_kl=False)
     policy = WithoutKL(linear())
     store.publish(policy)
@@ -207,7 +207,7 @@ def test_without_a_divergence_there_is_none_to_measure_and_nothing_to_say(caplog
         store.publish(policy)
 
 
-def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place():
+def test_states_of_one_version_add_up_and_states_of_the_next_replace_them():
     (copy,), store = made()
     policy = CategoricalPolicy(linear())
     store.publish(policy)
@@ -219,7 +219,7 @@ def test_states_of_the_same_version_add_up_and_those_of_another_take_their_place
     assert [seen.starts.size for seen in copy.recent] == [12]
 
 
-def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
+def test_one_worker_whose_divergence_cannot_be_measured_is_warned_of_once(caplog):
     copies, store = made(2)
     policy = CategoricalPolicy(linear())
     store.publish(policy)
@@ -237,14 +237,14 @@ def test_one_of_several_that_cannot_be_measured_is_told_once(caplog):
     )
 
 
-def test_all_are_told_the_mean_of_those_that_have_acted():
+def test_all_workers_get_the_mean_divergence_of_the_workers_that_have_acted():
     copies, store = made(3)
     policy = CategoricalPolicy(linear())
     store.publish(policy)
     assert [request.divergence for request in store.requests(copies, 5)] == [math.inf] * 3
     for copy in copies[:2]:
         store.acted(copy, acted(1))
-    copies[0].recent[0].params[:] = 1  # another distribution than the other worker's
+    copies[0].recent[0].params[:] = 1  # a different distribution from the other worker's
     change(policy, 1)
     store.publish(policy)
     first, second, third = store.requests(copies, 5)
@@ -268,12 +268,12 @@ def test_with_several_learners_the_mean_is_of_all_their_workers():
     store.acted(copy, acted(1))
     store.publish(policy)
     assert store.requests([copy], 5)[0].divergence == pytest.approx((2 * copy.divergence + 3) / 3)
-    assert sums == [[0, 0, 2], [2 * copy.divergence, 2, 2]]  # of its two rows
+    assert sums == [[0, 0, 2], [2 * copy.divergence, 2, 2]]  # for its two rows
     # As for one learner that has all of these rows.
     assert store.requests([copy], 128)[0].states == states_of_each_row(128, 64, 3) == 16
 
 
-def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(caplog):
+def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_weights_and_is_counted(caplog):
     (copy,), store = made()
     policy = CategoricalPolicy(nn.Sequential(nn.Linear(3, 100), nn.Linear(100, 3)))
     store.publish(policy)
@@ -287,7 +287,7 @@ def test_a_worker_that_does_not_hold_what_it_was_sent_gets_all_and_is_counted(ca
     assert torch.is_tensor(copy.weights)
 
 
-def test_a_divergence_is_told_for_each_dimension_of_an_action():
+def test_the_divergence_is_divided_by_the_dimensions_of_an_action():
     class Far(GaussianPolicy):
         def kl(self, behavior, params):
             return torch.full((len(params),), 6.0)
@@ -317,7 +317,7 @@ IMAGE = spaces.Box(0, 255, (4, 84, 84), np.uint8)
     ],
     ids=str,
 )
-def test_of_large_observations_and_of_many_rows_fewer_states_are_kept(space, num_workers, each):
+def test_fewer_states_are_kept_of_large_observations_and_of_many_rows(space, num_workers, each):
     copies = [PolicyCopy(range(2 * index, 2 * index + 2)) for index in range(num_workers)]
     store = store_in(copies, space, SPACES[1], rounds=True)
     assert states_of_each_row(128, 2 * num_workers, store._elements) == each
@@ -329,7 +329,7 @@ def test_of_large_observations_and_of_many_rows_fewer_states_are_kept(space, num
 
 
 class Remembers(CategoricalPolicy):
-    """Its actions depend on the number of requests in this episode."""
+    """A policy whose actions depend on the number of steps in the episode."""
 
     def initial_state(self, num_envs):
         return torch.zeros(num_envs, 1)
@@ -338,12 +338,12 @@ class Remembers(CategoricalPolicy):
         return self.actor(observations) * (1 + state), state + 1
 
 
-def test_each_rows_first_steps_are_kept_of_a_policy_with_a_state_and_episodes_begin_after_ends():
+def test_for_a_policy_with_a_state_each_rows_first_steps_and_their_starts_are_kept():
     copy = PolicyCopy(range(3))
     store = store_in([copy], *SPACES, rounds=True)
     policy = Remembers(linear())
     store.publish(policy)
-    for number in range(2):  # the second one replaces the first, as they are no sequence
+    for number in range(2):  # the second part replaces the first: they are not one sequence
         part = acted(1, num_steps=5, num_envs=3)
         part.truncations[3, 1] = True
         part.states = np.full((3, 1), number, np.float32)

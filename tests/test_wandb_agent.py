@@ -1,4 +1,4 @@
-"""W&B's own `wandb sweep` and `wandb agent`, against a stand-in for its server, run the scripts."""
+"""W&B's own `wandb sweep` and `wandb agent` run the scripts, with a stand-in for W&B's server."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ TINY = {
 
 
 def wandb(server, directory, *arguments):
-    # W&B's interpreter is the first python in it
+    # W&B's interpreter is the first python in this path
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     env = environment(PATH=path, **server.environment(directory))
     env.pop("WANDB_SILENT")

@@ -1,4 +1,4 @@
-"""What a run leaves for those who look at it while it runs, and what they see."""
+"""The status file that a run writes while it runs, and how `watch` shows it."""
 
 import json
 import os
@@ -34,14 +34,14 @@ def look(directory, *flags):
 
 
 def status_of(directory):
-    """What `--json` prints; None while there is nothing of training."""
+    """Return the status that `--json` prints, or None while it has no results of training."""
     found = json.loads(look(directory, "--json").stdout)
     return found if found["workers"] and found["points"] else None
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of another process, on two workers, that ends once there is a file `go`."""
+    """Start a run in another process, on two workers, that ends once there is a file `go`."""
     flags = "--envs-per-worker 1 --num-steps 32 --num-minibatches 1 --total-timesteps 12800"
     command = [sys.executable, "-m", "ppo_clusterenv", *flags.split(), "--run-name", "x"]
     process = subprocess.Popen(
@@ -90,7 +90,7 @@ def test_a_run_that_ends_before_it_trains_has_failed(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_run_that_ends_before_its_end_is_told(run, tmp_path, number):
+def test_a_run_that_ends_early_is_reported(run, tmp_path, number):
     wait_until((tmp_path / "runs" / "x" / FILE).exists)
     wait_until(lambda: status_of(tmp_path))
     run.send_signal(number)
@@ -114,7 +114,7 @@ def test_a_lock_has_a_holder_as_long_as_its_process_lives(tmp_path):
     ) as process:  # fmt: skip
         process.stdout.readline()
         assert holder_of(tmp_path) == f"process {process.pid} on {socket.gethostname()}"
-        with pytest.raises(RunLockedError):  # to ask takes no lock, and none away
+        with pytest.raises(RunLockedError):  # asking neither takes the lock nor releases it
             lock(tmp_path)
         for ended, state in ((time.time() - 60, "starting"), (time.time() + 60, "finished")):
             (tmp_path / FILE).write_bytes(msgspec.json.encode(Status("finished", time=ended)))
@@ -128,7 +128,7 @@ def status_in(directory):
     return msgspec.json.decode((directory / FILE).read_bytes(), type=Status)
 
 
-def test_rates_are_those_between_the_last_words(tmp_path, monkeypatch):
+def test_rates_are_those_between_the_last_reports(tmp_path, monkeypatch):
     envs = SimpleNamespace(
         num_workers=2, hosts=["a", "b"], held_versions=np.array([3, 0]), policy_version=5,
         divergence=np.array([0.5, np.inf]), pulls=np.array([2, 1]), restarts=[{"worker": 1}] * 3,
@@ -152,7 +152,7 @@ def test_rates_are_those_between_the_last_words(tmp_path, monkeypatch):
         run.global_step += 1
         file.tell()  # within the same second
         now = next(clock)
-        fast = word >= 5  # earlier ones are forgotten
+        fast = word >= 5  # earlier rates are forgotten
         envs.steps += [100, 200 if fast else 0]
         envs.waiting_seconds += [1.0, 0 if fast else 4.0]
     status = status_in(tmp_path)
@@ -167,7 +167,7 @@ def test_rates_are_those_between_the_last_words(tmp_path, monkeypatch):
     assert not (tmp_path / FILE).exists()
 
 
-def test_the_curve_has_its_height_where_it_is(tmp_path):
+def test_the_curve_has_its_values_at_its_steps(tmp_path):
     status = Status("training", total_timesteps=100)
     assert watch.curve(status, 80) == []
     status.points = [(10, None), (20, 0.0), (40, 8.0), (50, 4.0)]
@@ -179,7 +179,7 @@ def test_the_curve_has_its_height_where_it_is(tmp_path):
     assert heights == [0, 1, 1, 64, 32, 0, 0, 0, 0, 0]  # after half of the steps nothing is known
 
 
-def test_what_is_in_the_file_is_shown_as_text_and_not_obeyed(tmp_path, monkeypatch, capsys):
+def test_the_files_content_is_shown_as_text_and_not_obeyed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     worker = WorkerStatus("\033[2J[red]", 3, 2, None, 1, 2.5, 0.25, 7)
     status = Status("failed", "EnvError: \033[1m[bold]", workers=[worker])
@@ -205,7 +205,7 @@ def test_what_is_in_the_file_is_shown_as_text_and_not_obeyed(tmp_path, monkeypat
         (["runs/x", "--json"], '{"state": 1}', f"runs/x/{FILE} cannot be read: Expected `str`"),
     ],
 )
-def test_each_mistake_has_one_line(tmp_path, monkeypatch, words, text, says):
+def test_each_mistake_is_a_one_line_error(tmp_path, monkeypatch, words, text, says):
     monkeypatch.chdir(tmp_path)
     Path("runs/x").mkdir(parents=True)
     if text is not None:

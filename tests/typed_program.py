@@ -1,4 +1,4 @@
-"""A user's program. A strict type checker passes it: ``make lint``."""
+"""A user's program, which passes a strict type checker in ``make lint``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_env(env_id: str) -> gym.Env[Any, Any]:
 
 
 class Quiet(CategoricalPolicy):
-    """Acts on half of what it sees."""
+    """Acts on observations divided by two."""
 
     def forward(self, observations: torch.Tensor) -> torch.Tensor:
         logits = super().forward(observations / 2)

@@ -1,4 +1,4 @@
-"""Registers CartPole with a vector version that resets in an episode's last step."""
+"""CartPole, registered with a vector version that resets in an episode's last step."""
 
 import gymnasium as gym
 from gymnasium.vector import SyncVectorEnv

@@ -1,6 +1,4 @@
-"""A stand-in for the W&B server on loopback: the part of it that `wandb sweep` and `wandb agent`
-talk to.
-"""
+"""A stand-in for the W&B server on loopback, with what `wandb sweep` and `wandb agent` need."""
 
 import json
 import re
@@ -16,8 +14,8 @@ SWEEP = "me/clusterenv/standin1"
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GraphQL, one method for each operation; accepts all other requests (metrics of the
-    client).
+    """Answers GraphQL with one method for each operation. Accepts all other requests, which are
+    metrics of the client.
     """
 
     protocol_version = "HTTP/1.1"
@@ -107,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Knows one sweep and gives out its configurations, each once.
+    """Holds one sweep and gives out each of its configurations once.
 
     Attributes:
         config: The sweep.

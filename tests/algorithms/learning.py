@@ -1,11 +1,11 @@
-"""A short training of each script, which shows whether it learns, and how much it returns with a
+"""Short trainings of each script, which show whether it learns, and how much it returns with a
 mistake in it.
 
     python -m tests.algorithms.learning --seeds 10  # prints returns by script and mistake
 
-The environment is `toys.Corridor`, or `toys.Recall` for the script with memory. Walking to the end
-returns 3, leaving at once 1. Episodes are cut off after two steps, so a policy that is trained
-without a bootstrap leaves.
+The environment is `toys.Corridor`, `toys.Cells`, or `toys.Recall` for the script with memory.
+Walking to the end returns 3, and leaving at once returns 1. Episodes are cut off after one or two
+steps, so a policy that is trained without bootstrapping leaves.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests import scripts
 from tests.algorithms.recording import record
 
 MOST = 3  # the most that an episode can return
-REACHED = 2.4  # every script's evaluation returns at least this, and no mistaken one's does
+REACHED = 2.4  # every script's evaluation returns more than this, and no mistaken script's does
 PPO = (
     "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 "
     "--gamma 0.95"
@@ -74,9 +74,9 @@ TRAININGS = {  # the environment, and flags
         "--tau 0.05 --gamma 0.95 --buffer-size 4096 --eval-episodes 100",
     ),
 }
-# The tests' seeds, where it is not 1. With that one, untrained DQN on Atari walks by chance.
+# The tests' seeds, if they are not 1. With seed 1, untrained DQN on Atari walks by chance.
 SEEDS = {"scripts/dqn_atari_clusterenv.py": 2}
-MISTAKES = {  # a piece of the script, and its replacement; or flags
+MISTAKES = {  # a piece of the script and its replacement, or flags
     "none": {"ppo": "", "dqn": "", "sac": ""},
     "untrained": {
         "ppo": "--learning-rate 1e-30",
@@ -103,7 +103,7 @@ MISTAKES = {  # a piece of the script, and its replacement; or flags
 
 
 def learn(script, directory, seed=1, mistake="none"):
-    """Train with a mistake in the script; return its evaluation's mean return."""
+    """Train with a mistake in the script, and return the evaluation's mean return."""
     env, flags = TRAININGS[script]
     change = MISTAKES[mistake][Path(script).name[:3]]
     path = scripts.ROOT / script
@@ -120,17 +120,17 @@ def learn(script, directory, seed=1, mistake="none"):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Train each script, right and with mistakes, and print its returns."
+        description="Train each script, without and with mistakes, and print its returns."
     )
-    parser.add_argument("--seeds", type=int, default=10, help="how many")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
     parser.add_argument(
-        "--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="which"
-    )
-    parser.add_argument(
-        "--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="which"
+        "--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="scripts to train"
     )
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="how many trainings at once"
+        "--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="mistakes to make"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="number of parallel trainings"
     )
     args = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""A script's training, with everything that an independent computation needs to repeat it: `record`
-returns it.
+"""Recordings of a script's training, with everything that an independent computation needs to
+repeat it. `record` returns one.
 
-As a program, this is a script's run whose calls of `ClusterEnv` are written down.
+As a program, this module runs a script and records its calls of `ClusterEnv`.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 
 from tests import forked, scripts
 
-ACTS = 500  # how often the evaluated policy acts
+ACTS = 500  # how often the evaluated policy acts on each observation
 NETWORKS = "agent", "q_network", "target_network", "actor"
 
 
@@ -29,8 +29,8 @@ class Call:
     """A call that returned a rollout or a chunk, and the script's state at the time of the call."""
 
     rollout: Any  # the returned value
-    torch_state: torch.Tensor  # of its random numbers
-    networks: dict[str, dict[str, torch.Tensor]]  # by name, their `state_dict`
+    torch_state: torch.Tensor  # the state of torch's random numbers
+    networks: dict[str, dict[str, torch.Tensor]]  # the networks' `state_dict`, by name
 
 
 @dataclass
@@ -44,25 +44,25 @@ class Recording:
     # The seeds with which the environments were reset.
     seeds: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # the published versions of the policy
-    # The networks of each of these versions.
+    # The networks at the time of each publication.
     published: list[dict[str, dict[str, torch.Tensor]]] = field(default_factory=list)
-    # The content of checkpoints when training was about to begin.
+    # The parts that a checkpoint would have at the beginning of training.
     parts: dict[str, Any] = field(default_factory=dict)
-    # As they are after training.
+    # The networks after training.
     networks: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     scalars: dict[str, list[float]] = field(default_factory=dict)  # the logged scalars
     steps: dict[str, list[int]] = field(default_factory=dict)  # the steps at which they were logged
     summary: dict[str, Any] = field(default_factory=dict)
-    # Observations, (number, ...), and with memory (steps, number, ...).
+    # The evaluated policy's observations: (number, ...), or with memory (steps, number, ...).
     acted_on: np.ndarray | None = None
-    # (times, number, ...): the actions of the evaluated policy, at the last step.
+    # The evaluated policy's actions at the last step: (ACTS, number, ...).
     acts: np.ndarray | None = None
 
 
 def record(script, directory, *flags, interrupt=None):
-    """Run a script in a directory with a run named `x`; return its Recording.
+    """Run a script in a directory, with a run named `x`, and return its Recording.
 
-    ``interrupt`` is the iteration in which a SIGTERM comes, before its update.
+    If ``interrupt`` is given, a SIGTERM comes in this iteration, before its update.
     """
     output = Path(directory, "recording.pickle")
     number = "" if interrupt is None else str(interrupt)
@@ -78,8 +78,8 @@ def record(script, directory, *flags, interrupt=None):
 
 
 def evaluated(policy, rollout):
-    """Return observations of a rollout, and the actions of an evaluated policy on them, time after
-    time.
+    """Return observations of a rollout, and the evaluated policy's actions on them, drawn ACTS
+    times.
     """
     from clusterenv_runtime.arrays.trees import map_tree
 
@@ -115,7 +115,7 @@ def main(output, script, interrupt, *flags):
 
     def script_variables():
         frame = sys._getframe(2)
-        while frame.f_globals["__name__"] != "__main__":  # the harness, which calls for the script
+        while frame.f_globals["__name__"] != "__main__":  # skip the harness's frames
             frame = frame.f_back
         return frame.f_globals
 
@@ -138,7 +138,7 @@ def main(output, script, interrupt, *flags):
         return call
 
     def concatenate(chunks):
-        """What is learned from is the rollout of chunks that were received last."""
+        """Join the chunks that were received last, and record the rollout in their place."""
         rollout = joins(chunks)
         recording.calls[-len(chunks) :] = [replace(recording.calls[-1], rollout=deepcopy(rollout))]
         return rollout
@@ -191,7 +191,7 @@ def main(output, script, interrupt, *flags):
         variables = runpy.run_path(script, run_name="__main__")
         recording.args, recording.networks = vars(variables["args"]), networks(variables)
         with torch.no_grad():
-            if "target_network" in variables:  # a script that acts by this network acts otherwise
+            if "target_network" in variables:  # a script that acts by it now acts differently
                 for parameter in list(variables["target_network"].parameters())[-2:]:
                     parameter.neg_()
             recording.acted_on, recording.acts = evaluated(
@@ -202,7 +202,7 @@ def main(output, script, interrupt, *flags):
 
 
 if __name__ == "__main__":
-    # Pickles then have a name that others know.
+    # So pickles refer to a module that other processes can import.
     from tests.algorithms import (
         recording as this,
     )

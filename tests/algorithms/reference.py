@@ -36,8 +36,9 @@ def linear(weights, name, x):
 
 
 def convolved(weights, prefix, x, layers):
-    """Apply convolutions, given as number in a Sequential and stride, with ReLU after each; return
-    vectors.
+    """Apply convolutions with ReLU after each, and return vectors.
+
+    ``layers`` are the number in a Sequential and the stride of each convolution.
     """
     for number, stride in layers:
         kernel, bias = weights[f"{prefix}.{number}.weight"], weights[f"{prefix}.{number}.bias"]
@@ -52,7 +53,7 @@ class Vector:
     """The networks of `ppo_clusterenv.py`."""
 
     def __call__(self, weights, x):
-        """Return the parameters of the distribution of actions, and values."""
+        """Return the parameters of the actions' distribution, and the values."""
         return dense(weights, "actor", x), dense(weights, "critic", x)[:, 0]
 
     def logprob_and_entropy(self, weights, params, actions):
@@ -91,7 +92,7 @@ class Atari(Vector):
 
 
 class Recurrent(Vector):
-    """The networks of `ppo_lstm_clusterenv.py`. Gates are in the order of torch's LSTMCell."""
+    """The networks of `ppo_lstm_clusterenv.py`, with gates in the order of torch's LSTMCell."""
 
     def step(self, weights, x, state):
         hidden, cell = state
@@ -107,14 +108,17 @@ class Recurrent(Vector):
 
 
 def array(values):
-    """Return float64 of an array or of stacks of frames, ``(num_steps, num_envs, ...)``."""
+    """Return a float64 tensor of an array or of stacks of frames, for example ``(num_steps,
+    num_envs, ...)``.
+    """
     values = values.frames[values.index] if hasattr(values, "frames") else values
     return torch.from_numpy(np.asarray(values).astype(np.float64))
 
 
 class Adam:
-    """https://arxiv.org/abs/1412.6980, Algorithm 1, after clipping the norm of all gradients, which
-    `step` returns.
+    """Algorithm 1 of https://arxiv.org/abs/1412.6980, after clipping the norm of all gradients.
+
+    `step` returns the norm before it is clipped.
     """
 
     def __init__(self, parameters, eps):
@@ -143,7 +147,7 @@ def is_of_normalizer(name):
 
 
 def parameters_of(state):
-    """Return float64 copies of the tensors in a `state_dict`: all, and those that are learned."""
+    """Return float64 copies of the tensors in a `state_dict`: all of them, and the learned ones."""
     weights = {name: value.double().clone() for name, value in state.items()}
     learned = [
         value.requires_grad_() for name, value in weights.items() if not is_of_normalizer(name)
@@ -154,12 +158,12 @@ def parameters_of(state):
 def advantages_by_definition(
     rewards, values, next_values, terminations, truncations, gamma, gae_lambda, ratios=None
 ):
-    """The sum of discounted TD errors up to the end of the episode or of the rollout,
+    """Return the sums of discounted TD errors up to the end of the episode or of the rollout,
     https://arxiv.org/abs/1506.02438.
 
-    All are ``(num_steps, num_envs)``; ``next_values`` are the values of the observations after each
-    step. With ``ratios`` of probabilities each error counts by the product of those of the actions
-    that led to it, each truncated at 1, https://arxiv.org/abs/1802.01561.
+    All arrays are ``(num_steps, num_envs)``. ``next_values`` are the values of the observations
+    after each step. With ``ratios`` of probabilities, each error is multiplied by the ratios of the
+    actions that led to it, each truncated at 1, https://arxiv.org/abs/1802.01561.
     """
     num_steps, num_envs = rewards.shape
     advantages = np.zeros((num_steps, num_envs))
@@ -179,9 +183,9 @@ def advantages_by_definition(
 def ppo_objective(
     args, reached, new, entropy, value, old, advantages, returns, old_values, weights
 ):
-    """Return PPO's loss of a minibatch, https://arxiv.org/abs/1707.06347, and its logged values.
+    """Return PPO's loss for a minibatch, https://arxiv.org/abs/1707.06347, and its logged values.
 
-    Add to the set ``reached`` the objective's cases that occurred.
+    Add the cases of the objective that occur to the set ``reached``.
     """
     if args.norm_adv:
         variance = ((advantages - advantages.mean()) ** 2).sum() / (advantages.numel() - 1)
@@ -211,17 +215,17 @@ def ppo_objective(
 
 
 def moments(seen):
-    """Return mean and variance of all arrays of ``(steps, envs, ...)`` that were seen."""
+    """Return the mean and variance over all arrays ``(steps, envs, ...)`` that were seen."""
     values = np.concatenate([each.reshape(-1, *each.shape[2:]) for each in seen])
     return values.mean(0), values.var(0)
 
 
 def ppo(recording, network):
-    """Return the weights after training, and by name the lists of logged values, by the definition.
+    """Return the weights after training, the lists of logged values by name, and the set of the
+    algorithm's cases that occur, for example "ratio clipped".
 
-    Under "lag" the logs have, by iteration, how far the logarithms of the actions' probabilities
-    were from those under the learner's policy. Also return the set of the algorithm's cases that
-    occurred, such as "ratio clipped".
+    Under "lag", the logs have for each iteration the largest distance between the actions' log
+    probabilities and those under the learner's policy.
     """
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["agent"])
@@ -240,7 +244,7 @@ def ppo(recording, network):
 
         rewards = rollout.rewards * getattr(args, "reward_scale", 1)
         if is_continuous:
-            for column, row in enumerate(rollout.rows.tolist()):  # a row may have several
+            for column, row in enumerate(rollout.rows.tolist()):  # a row may have several columns
                 for step in range(num_steps):
                     running[row] = args.gamma * running[row] + rollout.rewards[step, column]
                     discounted.append(np.full((1, 1), running[row]))
@@ -339,7 +343,7 @@ def ppo(recording, network):
 
 
 def _starts(rollout):
-    """The steps that begin episodes, except the first, whose state came with the rollout."""
+    """Return which steps begin episodes, except the first, whose state came with the rollout."""
     ends = rollout.terminations | rollout.truncations
     return np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])
 
@@ -355,7 +359,7 @@ def _states(network, weights, rollout, obs, env):
 
 
 def _unroll(network, weights, rollout, obs, envs):
-    """Return parameters and values of these environments' steps, by step and then environment."""
+    """Return the parameters and values of these environments, by step and then environment."""
     by_env = [
         torch.stack([hidden for hidden, _ in _states(network, weights, rollout, obs, env)])
         for env in envs
@@ -364,7 +368,7 @@ def _unroll(network, weights, rollout, obs, envs):
 
 
 def _look_recurrent(network, weights, rollout, obs):
-    """Return parameters, values, and the values of the observations after each step."""
+    """Return the parameters, the values, and the values of the observations after each step."""
     num_steps, num_envs = rollout.rewards.shape
     states = [list(_states(network, weights, rollout, obs, env)) for env in range(num_envs)]
     params = torch.zeros(num_steps, num_envs, len(weights["actor.bias"]), dtype=torch.float64)
@@ -396,7 +400,9 @@ def q_atari(weights, x):
 
 
 def linear_epsilon(args, step):
-    """From `start_e` to `end_e` within a fraction of all steps, and `end_e` from there on."""
+    """Return epsilon, which goes from `start_e` to `end_e` within a fraction of all steps, and
+    stays there.
+    """
     done = step / (args.exploration_fraction * args.total_timesteps)
     return args.end_e if done >= 1 else (1 - done) * args.start_e + done * args.end_e
 
@@ -410,8 +416,8 @@ def epsilon_greedy(q_values, epsilon):
 def dqn(recording, q_values, newest_first=False):
     """Return both networks' weights after training, and the logged values.
 
-    ``newest_first`` says how drawn numbers count transitions: from the newest one, or in the order
-    of the buffer.
+    With ``newest_first``, drawn numbers count transitions from the newest one on, otherwise in the
+    order of the buffer.
     """
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["q_network"])

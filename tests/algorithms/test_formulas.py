@@ -1,4 +1,4 @@
-"""The scripts' computations, function by function, against definitions and closed forms."""
+"""The scripts' computations, each function checked against definitions and closed forms."""
 
 import importlib
 from copy import deepcopy
@@ -28,7 +28,7 @@ DQN = ["dqn_clusterenv", "scripts.dqn_atari_clusterenv"]
 
 
 def kind_of(name):
-    """Return the kind of `toys` that a script's environments are."""
+    """Return the kind of `toys` that a script trains on."""
     return {"continuous": "box", "minatar": "minatar", "atari": "atari"}.get(
         name.split("_")[1], "vector"
     )
@@ -48,9 +48,7 @@ def dqn(request):
 
 
 def compute(script, rewards, values, ends, final_values, gamma, gae_lambda):
-    """Call a script's function with the ends of episodes as 0 (none), 1 (terminated), 2
-    (truncated).
-    """
+    """Call a script's ``compute_gae``. ``ends`` are 0 (none), 1 (terminated) or 2 (truncated)."""
     as_float = [np.array(each, np.float32) for each in (rewards, values, final_values)]
     ends = np.array(ends)
     return script.compute_gae(*as_float, ends == 1, ends == 2, gamma, gae_lambda)
@@ -89,8 +87,8 @@ def stale(request):
 
 
 def vtrace_targets(ratios, rewards, values, next_values, ends, gamma, lam):
-    """The value targets of the paper, https://arxiv.org/abs/1802.01561, equation 1: a sum over what
-    follows each step, with rho and c truncated at 1.
+    """Return the value targets of https://arxiv.org/abs/1802.01561, equation 1: for each step, a
+    sum over this and the later steps, with rho and c truncated at 1.
     """
     targets = values[:-1].copy()
     for (first, env), _ in np.ndenumerate(rewards):
@@ -118,41 +116,41 @@ def test_value_targets_of_vtrace_are_the_papers(stale, lam):
     advantages, targets = stale.compute_vtrace(ratios, *arguments)
     expected = vtrace_targets(ratios, rewards, values, next_values, ends, 0.9, lam)
     np.testing.assert_allclose(targets, expected)
-    if lam == 1:  # the paper's advantage: the reward and the next target, less the value
+    if lam == 1:  # the paper's advantage: the reward and the next target, minus the value
         after = np.concatenate([expected[1:], values[-1:]])
         after[ends > 0] = final_values
         after[ends == 1] = 0
         np.testing.assert_allclose(advantages, rewards + 0.9 * after - values[:-1])
-    # Where the learner would have acted in the same way, or is as likely to, nothing is corrected.
+    # Nothing is corrected where the learner is at least as likely to act in the same way.
     for found, same in zip(
         stale.compute_vtrace(np.full(shape, 1.5), *arguments),
         stale.compute_gae(*arguments),
         strict=True,
     ):
         np.testing.assert_allclose(found, same)
-    # What the learner would never do teaches nothing.
+    # Actions that the learner would never take teach nothing.
     _, targets = stale.compute_vtrace(np.zeros(shape), *arguments)
     np.testing.assert_allclose(targets, values[:-1])
 
 
 def test_advantages_in_closed_form(ppo):
     ones = np.ones((4, 1))
-    # With lambda 1 the return is that of the rewards, and of the value after the last: 1 + g + g^2
-    # + g^3 + g^4 V.
+    # With lambda 1, the return is the discounted sum of the rewards and of the value after the
+    # last step: 1 + g + g^2 + g^3 + g^4 V.
     _, returns = compute(ppo, ones, 10 * np.ones((5, 1)), 0 * ones, [], 0.5, 1)
     np.testing.assert_allclose(returns[:, 0], [1.875 + 0.625, 1.75 + 1.25, 1.5 + 2.5, 1 + 5])
-    # With lambda 0 an advantage is one TD error.
+    # With lambda 0, an advantage is one TD error.
     advantages, _ = compute(ppo, ones, [[0], [1], [2], [3], [4]], 0 * ones, [], 0.5, 0)
     np.testing.assert_allclose(advantages[:, 0], [1.5, 1, 0.5, 0])
 
 
-def test_a_termination_is_worth_nothing_and_a_truncation_what_its_final_observation_is(ppo):
+def test_a_termination_is_worth_nothing_and_a_truncation_its_final_value(ppo):
     rewards, values = [[1, 1], [1, 1]], [[0, 0], [7, 7], [0, 0]]
     advantages, _ = compute(ppo, rewards, values, [[1, 2], [0, 0]], [100, 20], 0.5, 1)
     np.testing.assert_allclose(advantages, [[1, 1 + 10], [-6, -6]])
 
 
-def test_the_arrays_that_advantages_are_computed_from_stay_as_they_are(ppo):
+def test_the_computation_of_advantages_leaves_its_arguments_unchanged(ppo):
     rewards, values, ends = (
         np.ones((2, 1), np.float32),
         np.ones((3, 1), np.float32),
@@ -175,8 +173,9 @@ def loss_of(
     script, logprob, old, advantages, *, value=0.0, returns=0.0, old_values=0.0, entropy=0.0,
     weights=1.0, **args,
 ):  # fmt: skip
-    """Call a script's loss, with a stand-in for its networks; return the loss, its logged values,
-    and the inputs.
+    """Call a script's loss, with a stand-in for its networks.
+
+    Return the loss, its logged values, and the inputs with gradients.
     """
     number = len(logprob)
     new, entropy, value = (
@@ -190,10 +189,10 @@ def loss_of(
     says = (new, entropy, value[:, None])
     is_recurrent = script.__name__ == "scripts.ppo_lstm_clusterenv"
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
-    # Of a recurrent network also its states, and where episodes begin.
+    # A recurrent network also gets its states, and where episodes begin.
     obs = (None, None, None, None) if is_recurrent else (None,)
     old, advantages, *others = others
-    if hasattr(script, "normalize") and args.get("norm_adv"):  # of the minibatch of all learners
+    if hasattr(script, "normalize") and args.get("norm_adv"):  # over all learners' samples
         advantages = script.normalize(advantages)
     loss, logged = script.ppo_loss(
         agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, old, advantages, *others
@@ -202,7 +201,9 @@ def loss_of(
 
 
 def loss_in_numpy(logprob, old, advantages, value, returns, old_values, entropy, weights, args):
-    """PPO's loss, sample by sample; https://arxiv.org/abs/1707.06347, equations 7 and 9."""
+    """Return PPO's loss, computed sample by sample from https://arxiv.org/abs/1707.06347, equations
+    7 and 9, its two parts, and the share of clipped ratios.
+    """
     if args["norm_adv"]:
         advantages = (advantages - np.mean(advantages)) / (np.std(advantages, ddof=1) + 1e-8)
     total, value_total, fraction = 0.0, 0.0, 0
@@ -275,7 +276,7 @@ def test_importance_weights_multiply_the_policys_loss_alone(ppo):
     assert plain.item() == weighted.item() == pytest.approx(-3 - 0.05 + 1.25)
     weighted.backward()
     np.testing.assert_allclose(new.grad, [-2, -1])
-    np.testing.assert_allclose(entropy.grad, [-0.05, -0.05])  # more entropy is less loss
+    np.testing.assert_allclose(entropy.grad, [-0.05, -0.05])  # more entropy means less loss
     np.testing.assert_allclose(value.grad, [0.25, 0.75])  # vf_coef * (value - return) / number
 
 
@@ -301,11 +302,11 @@ def test_discounted_returns_begin_anew_where_a_lost_workers_environments_did():
 def test_rewards_are_scaled_by_the_deviation_of_returns_and_clipped():
     scaled = scale_rewards(np.array([1.0, -4.0, 23.0, -23.0]), 4.0)
     np.testing.assert_allclose(scaled, [0.5, -2, 10, -10])
-    # Before there are any returns that differ.
+    # This is the case before any returns differ.
     assert scale_rewards(np.array([1.0]), 0.0) == 10
 
 
-def test_moments_are_those_of_all_that_came():
+def test_moments_are_those_of_all_values():
     rng, moments, seen = np.random.default_rng(3), Moments((2,)), []
     for number in range(1, 6):
         seen.append(1000 + rng.normal(size=(7 * number, 2)).astype(np.float32))
@@ -344,8 +345,8 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
     observation, _ = env.reset(seed=100_000)  # at the beginning of the corridor
 
     def places(stack):
-        """Return which of the five columns of each frame are bright, and check that each is only
-        black and white.
+        """Return which of the five columns are bright in each frame. Check that frames are black
+        and white.
         """
         columns = np.stack([stack[:, 42, 8 + 17 * place] for place in range(5)], 1)
         assert set(np.unique(columns)) <= {0, 255}
@@ -353,9 +354,9 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
 
     assert observation.shape == (4, 84, 84) and observation.dtype == np.uint8
     assert places(observation) == [[0]] * 4
-    # A walk to the next place, on the last of the game's four frames.
+    # A walk to the next place, which happens in the last of the game's four frames.
     after, reward, *_ = env.step(1)
-    # A frame is the brightest of the last two.
+    # A frame is the maximum of the last two.
     assert places(after) == [[0], [0], [0], [0, 1]] and reward == 0
     for place in (2, 3, 4, 5):
         after, reward, terminated, _, _ = env.step(1)
@@ -365,7 +366,7 @@ def test_an_observation_is_the_last_four_frames_the_newest_last(name):
 
 
 @pytest.mark.parametrize("name", ["scripts.ppo_atari_clusterenv", "scripts.dqn_atari_clusterenv"])
-def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_game(name):
+def test_an_episode_is_a_life_that_begins_by_firing_and_counts_in_the_games_return(name):
     script = importlib.import_module(name)
     env = script.make_env("tests.algorithms.toys:Lives-atari-v0", 0, False, "")()
     env.reset(seed=1)
@@ -386,7 +387,7 @@ def test_an_episode_is_a_life_begins_by_firing_and_counts_in_the_return_of_the_g
     env.close()
 
 
-# Networks at the start.
+# Networks before training.
 
 
 @pytest.mark.parametrize("name", PPO)
@@ -441,10 +442,11 @@ def test_epsilon_falls_in_a_line_and_stays(dqn):
 
 
 def chunk_of(first, num_steps, num_envs, shape=()):
-    """A chunk whose step number n, from ``first`` on, saw n and led to n + 0.5, for a reward of n.
+    """Return a chunk in which step number n, from ``first`` on, sees n, leads to n + 0.5, and has
+    the reward n.
 
-    Each third step terminates an episode, each third one truncates it. With stacks, the newest
-    frame holds these numbers.
+    One in three steps terminates an episode, and one in three truncates it. With stacks, each frame
+    holds these numbers.
     """
     numbers = np.arange(first, first + num_steps * num_envs).reshape(num_steps, num_envs)
     kind = numbers % 3
@@ -457,7 +459,7 @@ def chunk_of(first, num_steps, num_envs, shape=()):
         )
 
     observations = observed(numbers).astype(np.float32).copy()
-    # Where no episode ends, the next row is the observation after the step.
+    # Where no episode ends, the next step's observation is the one after this step.
     observations[1:][~ends[:-1]] = observed(led_to[:-1][~ends[:-1]])
     return Rollout(
         rows=np.arange(num_envs), starts=np.zeros(num_envs, bool), observations=observations,
@@ -471,7 +473,7 @@ def chunk_of(first, num_steps, num_envs, shape=()):
 
 
 def in_frames(chunk):
-    """The same chunk of stacks of four, with each frame once."""
+    """Turn a chunk's stacks of four frames into `Frames`, and return the chunk."""
     flat = chunk.observations.reshape(-1, *chunk.observations.shape[3:])
     index = np.arange(len(flat)).reshape(chunk.observations.shape[:3])
     chunk.observations = Frames(flat.astype(np.uint8), index)
@@ -481,7 +483,9 @@ def in_frames(chunk):
 
 
 def check_drawn(drawn, inserted, held):
-    """All of the last transitions are drawn, and no others; each is consistent."""
+    """Check that all of the last transitions are drawn, that no others are, and that each is
+    consistent. Return the observations, the next observations, and the transitions' numbers.
+    """
     obs, actions, next_obs, rewards, dones = (column.double().numpy() for column in drawn)
     numbers = rewards.astype(int)
     assert set(numbers) == set(range(inserted - held, inserted))
@@ -502,7 +506,7 @@ def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
         inserted = 8 * (number + 1)
         held = min(inserted, size)
         assert buffer.inserted == inserted
-        drawn = buffer.sample(100, held, torch.device("cpu"))  # by chance all of them
+        drawn = buffer.sample(100, held, torch.device("cpu"))  # by chance, all of them
         obs, next_obs, numbers = check_drawn(
             [column.flatten(0, 1) for column in drawn], inserted, held
         )
@@ -528,8 +532,8 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
     buffer = script.ReplayBuffer(size, num_frames, space)
     torch.manual_seed(1)
     for number in range(12):
-        # Numbers are whole, and small enough for a pixel. The half identifies the observation after
-        # the step of that number.
+        # Numbers are small enough for a pixel, which cuts the half off: the observation after a
+        # step has the step's number, too.
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))
         inserted = 8 * (number + 1)
         held = min(inserted, size)
@@ -548,7 +552,7 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
 def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
     script = importlib.import_module("scripts.dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
-    buffer = script.ReplayBuffer(1000, 150, space)  # the frames of three chunks, and not of four
+    buffer = script.ReplayBuffer(1000, 150, space)  # room for the frames of three chunks
     torch.manual_seed(1)
     for number in range(12):
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))

@@ -1,4 +1,4 @@
-"""What the scripts' harness computes for all of them: seeds, evaluation, summary and curve."""
+"""Computations of the harness that all scripts share: seeds, evaluation, summary and curve."""
 
 import importlib
 import random
@@ -71,7 +71,7 @@ def rollout(starts, rows=(0, 1), rewards=((1.0, 10.0),)):
 def test_discounted_returns_go_on_in_the_next_chunk_of_a_worker():
     scale = NormalizeReward(3, 0.5)
     scale(rollout([True] * 3, (0, 1, 2), [[1.0, 10.0, 100.0]]))
-    # Three chunks of the last row, and one of the first, which is a replacement's.
+    # Three chunks of the last row, and one of the first row, which comes from a replacement.
     scale(rollout([False, True, False, False], (2, 0, 2, 2), [[1.0, 2.0, 3.0, 4.0]]))
     scale(rollout([False], (1,), [[0.0]]))
     seen = np.array([1, 10, 100, 51, 2, 28.5, 18.25, 5])
@@ -82,7 +82,7 @@ def test_discounted_returns_go_on_in_the_next_chunk_of_a_worker():
 def test_discounted_returns_begin_anew_where_an_episode_does():
     scale = NormalizeReward(2, 0.5)
     scale(rollout([True, True]))
-    scale(rollout([False, True]))  # the second one was lost
+    scale(rollout([False, True]))  # the second row's worker was lost
     seen = np.array([1, 10, 1.5, 10])
     assert scale.moments.mean == pytest.approx(seen.mean())
     assert scale.moments.var == pytest.approx(seen.var())
@@ -102,7 +102,7 @@ def test_the_curve_has_the_last_hundred_episodes_and_goes_on():
     assert (scalars["charts/episodic_return"], scalars["charts/episodic_length"]) == (5, 2)
 
 
-def test_a_resumed_buffer_stays_out_of_checkpoints_if_that_is_asked_now():
+def test_a_resumed_buffer_stays_out_of_checkpoints_if_the_new_flags_say_so():
     dqn = importlib.import_module("dqn_clusterenv")
     box = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
     for make in (
@@ -119,7 +119,7 @@ def test_a_buffer_of_frames_holds_as_many_transitions_as_are_asked(size, num_ste
     script = importlib.import_module("scripts.dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
     buffer = FrameReplay(size, script.frames_of(size, num_steps, 2 * num_steps), space)
-    # Of each environment a whole stack, and then a frame a step; no episode ends.
+    # Each environment has a whole stack, and then one frame per step. No episode ends.
     begins = np.array([0, num_steps + 3])
     index = np.arange(num_steps)[:, None, None] + begins[:, None] + np.arange(4)
     frames = np.zeros((2 * (num_steps + 3), 1, 1), np.uint8)
@@ -151,6 +151,6 @@ def test_a_reset_with_a_seed_begins_another_game():
     env = EpisodicLife(Game())
     env.reset(seed=1)
     env.step(0)
-    env.reset()  # goes on with the game
+    env.reset()  # continues the game
     env.reset(seed=2)
     assert seeds == [1, 2]

@@ -6,7 +6,7 @@ from tests import scripts
 
 from .learning import MOST, REACHED, SEEDS, TRAININGS, learn
 
-# These take five minutes. The other tests here try these scripts, too.
+# These take five minutes. The other tests in this folder try these scripts, too.
 LONG = {
     "dqn_clusterenv.py",
     "scripts/ppo_continuous_clusterenv.py",

@@ -1,5 +1,5 @@
-"""Observations that are no numbers. If one ends an episode, no script learns from it. Elsewhere the
-run reports it.
+"""Observations that are not finite. If one of them terminates an episode, no script learns from it.
+Elsewhere, the run reports it.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import gymnasium as gym
 import numpy as np
 
 class Ends(gym.Env):
-    \"\"\"Ends its episodes after five steps, with observations that are no numbers.\"\"\"
+    \"\"\"Ends its episodes after five steps, with observations that are not numbers.\"\"\"
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,))
     action_space = ACTIONS
@@ -51,7 +51,7 @@ MORE = {
         ("scripts/sac_clusterenv.py", "gym.spaces.Box(-1, 1, (2,))"),
     ],
 )
-def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, script, space):
+def test_no_script_learns_from_the_observation_that_terminates_an_episode(tmp_path, script, space):
     (tmp_path / "ends.py").write_text(ENDS.replace("ACTIONS", space))
     flags = "--env-id ends:Ends-v0 --envs-per-worker 2 --num-steps 16 --eval-episodes 1 "
     flags += MORE["ppo" if "ppo" in script else "others"]
@@ -71,7 +71,7 @@ def test_nobody_learns_from_the_observation_that_ends_an_episode(tmp_path, scrip
         ("dqn_clusterenv.py", "gym.spaces.Discrete(2)"),
     ],
 )
-def test_nobody_learns_where_episodes_are_cut_off_at_what_is_not_finite(tmp_path, script, space):
+def test_a_truncation_at_an_observation_that_is_not_finite_ends_the_run(tmp_path, script, space):
     text = ENDS.replace("ACTIONS", space).replace(
         "self.steps == 5, False", "False, self.steps == 5"
     )
@@ -84,7 +84,7 @@ def test_nobody_learns_where_episodes_are_cut_off_at_what_is_not_finite(tmp_path
     assert line.startswith("error: environments [") and "that are not finite; to resume: " in line
 
 
-def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
+def test_nothing_is_normalized_by_observations_that_are_not_finite(tmp_path):
     text = ENDS.replace("ACTIONS", "gym.spaces.Box(-1, 1, (2,))").replace(
         "self.steps if", "np.inf if"
     )
@@ -100,7 +100,7 @@ def test_nothing_is_normalized_by_what_is_not_finite(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["observations", "next_observations", "final_observations"])
-def test_the_environment_that_gave_it_is_named(name):
+def test_the_environment_that_gave_an_observation_that_is_not_finite_is_named(name):
     ends = np.array([[False, False], [True, False], [False, True]])
     rollout = SimpleNamespace(
         rows=np.array([4, 5]), terminations=np.zeros((3, 2), bool), truncations=ends,

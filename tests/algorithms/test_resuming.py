@@ -1,8 +1,8 @@
-"""A resumed run equals the run without an interruption: checkpoints hold all that it needs, and the
-loaded state is the saved state.
+"""A resumed run equals the run without an interruption: checkpoints hold everything that it needs,
+and the loaded state is the saved state.
 
-Checkpoints hold no environments. So the uninterrupted run and the resumed one are the same on
-`toys.Clockwork`, whose episodes end where the checkpoint is.
+Checkpoints do not hold environments. For this reason, the runs train on `toys.Clockwork`, whose
+episodes end where the checkpoint is.
 """
 
 import shutil
@@ -41,18 +41,18 @@ FLAGS = (
 )
 FLAGS += " --sync-mode always --weights float32"
 PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001 --no-overlap"
-# Chunks are requested before the previous one is learned from. So only random actions are the
-# same again.
+# Each chunk is requested before the learner has learned from the previous one. So only random
+# actions are the same in both runs.
 DQN = (
     "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20 "
     "--batch-size 4"
 )
 DQN += " --buffer-size 40 --save-replay --tau 0.5"
 RANDOM = "--start-e 1 --end-e 1"
-# The actor learns so slowly that it acts in the same way again; the Q-networks learn.
+# The actor learns so slowly that it acts in the same way in both runs. The Q-networks do learn.
 SAC = "--deterministic --learning-starts 16 --batch-size 4 --buffer-size 40 --utd 0.5"
 SAC += " --policy-lr 1e-30"
-INTERRUPT = 2  # of four iterations, which are 16 steps each
+INTERRUPT = 2  # the interrupted iteration, of four with 16 steps each
 STEP = 16 * INTERRUPT
 BY_THE_CLOCK = (
     "time/",
@@ -64,7 +64,7 @@ BY_THE_CLOCK = (
 
 def flags_of(script, *more):
     kind, _ = SCRIPTS[script]
-    # Of two spellings the last one counts.
+    # If a flag is given twice, the last one counts.
     own = (PPO,) if "ppo" in script else (DQN, *(more or [RANDOM]))
     if "sac" in script:
         own = (SAC,)
@@ -78,7 +78,7 @@ def resume(script, directory, *flags):
 
 
 def assert_same(found, expected, where=""):
-    """Two trees of dicts, lists, tensors and numbers are the same to the last bit."""
+    """Assert that two trees of dicts, lists, tensors and numbers are the same to the last bit."""
     assert type(found) is type(expected), where
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where
@@ -95,8 +95,8 @@ def assert_same(found, expected, where=""):
 
 
 def without_times(parts):
-    """The content of checkpoints, except the seconds of waiting and the number of publications of
-    the policy.
+    """Return a checkpoint's parts without the seconds of waiting and the policy's version, which
+    counts publications.
     """
     parts = {name: dict(part) for name, part in parts.items()}
     for key in ("waiting_seconds", "policy_version"):
@@ -123,7 +123,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("script", scripts.parameters(SCRIPTS, later=LONG))
-def test_the_resumed_run_is_the_run(tmp_path, script):
+def test_the_resumed_run_equals_the_uninterrupted_run(tmp_path, script):
     for name in ("whole", "parted"):
         (tmp_path / name).mkdir()
     whole = record(script, tmp_path / "whole", *flags_of(script))
@@ -135,10 +135,10 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
 
     # The loaded state is the saved state.
     assert_same(resumed.parts, saved["parts"])
-    # Environments start again, with other seeds than the first time.
+    # Environments start again, with different seeds than the first time.
     assert (whole.seeds, resumed.seeds) == ([5], [5 + STEP])
 
-    # The run goes on as the uninterrupted run did, and twice in the same way.
+    # The run continues like the uninterrupted run, and in the same way both times.
     ends = {
         name: load_checkpoint(tmp_path / name / "runs" / "x")
         for name in ("whole", "parted", "again")
@@ -149,7 +149,7 @@ def test_the_resumed_run_is_the_run(tmp_path, script):
             np.testing.assert_array_equal(ours.rollout.rewards, theirs.rollout.rewards)
         assert_same(recording.networks, whole.networks)
         parts = [without_times(each["parts"]) for each in (end, ends["whole"])]
-        for part in parts:  # the cost of the policy's publication on resuming
+        for part in parts:  # these include the cost of the policy's publication on resuming
             del part["envs"], part["curve"]
         assert_same(*parts)
         assert_same(end["rng"], ends["whole"]["rng"])
@@ -176,7 +176,7 @@ def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstand
     resumed = resume(script, tmp_path)
     args = reference.SimpleNamespace(**resumed.args)
     # Two chunks are left, and no more are requested: both at once, or the second after the first
-    # has come and counted.
+    # has arrived and is counted.
     steps = (STEP, STEP) if outstanding == 3 else (STEP, STEP + 16)
     assert resumed.epsilons == pytest.approx(
         [reference.linear_epsilon(args, step) for step in steps]
@@ -200,14 +200,12 @@ def test_sac_without_its_replay_buffer_collects_before_it_learns(tmp_path):
     "script",
     scripts.parameters(["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"], later=LONG),
 )
-def test_without_its_replay_buffer_a_run_collects_before_it_learns_and_learns_at_the_new_rate(
-    tmp_path, script
-):
+def test_dqn_without_its_replay_buffer_collects_before_it_learns_at_the_new_rate(tmp_path, script):
     record(script, tmp_path, *flags_of(script, f"{RANDOM} --no-save-replay"), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path, "--learning-rate", "0.25")
     end = load_checkpoint(tmp_path / "runs" / "x")["parts"]
-    # Another `learning_starts` steps are collected. Then gradient steps go on from the eight before
-    # the interruption.
+    # Another `learning_starts` steps are collected. Then the gradient steps continue from the eight
+    # before the interruption.
     assert end["count"]["gradient_steps"] == (STEP - 16) // 2 + (64 - STEP - 16) // 2
     assert resumed.summary["transitions_inserted"] == 64 - STEP and end["rb"] == {}
     assert resumed.steps["losses/td_loss"] == [64]

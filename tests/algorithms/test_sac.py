@@ -1,4 +1,4 @@
-"""What SAC computes, against definitions that are written down here once more."""
+"""SAC's computations, checked against definitions that are written out here."""
 
 import importlib
 import re
@@ -36,7 +36,7 @@ def seeded():
 
 
 class Fixed(nn.Module):
-    """An actor of these means and logarithms of deviations, whatever it sees."""
+    """An actor with fixed means and logarithms of standard deviations, whatever it sees."""
 
     def __init__(self, mean, log_std):
         super().__init__()
@@ -58,7 +58,7 @@ def test_actions_are_squashed_into_the_space_and_have_their_log_probabilities():
     actions, log_pi = sac.get_action(actor, torch.zeros(2000, 3), SCALE, BIAS)
     assert all(SPACE.contains(action) for action in actions.detach().numpy())
     expected = squashed(actor.mean, actor.log_std).log_prob(actions)
-    near = (actions - BIAS).div(SCALE).abs().amax(-1) < 0.99  # there rounding is worth nothing
+    near = (actions - BIAS).div(SCALE).abs().amax(-1) < 0.99  # rounding is small there
     torch.testing.assert_close(log_pi[near], expected[near], rtol=1e-3, atol=1e-3)
     assert log_pi.shape == (2000,) and near.sum() > 1800
 
@@ -74,7 +74,7 @@ def test_the_actor_is_as_cleanrls_and_keeps_deviations_within_bounds():
     assert (actor(torch.randn(4, 3))[1] == -1.5).all()
 
 
-def test_next_values_are_of_the_smaller_q_and_the_entropy_and_not_of_terminated_episodes():
+def test_next_values_use_the_smaller_q_and_the_entropy_except_after_terminations():
     qfs = [lambda obs, a: obs.sum(-1) + a.sum(-1), lambda obs, a: 2 * obs.sum(-1) - a.sum(-1)]
     obs, actions = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.5], [4.0], [-1.0]])
     log_pi, rewards = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0])
@@ -99,7 +99,7 @@ def test_the_losses_of_actor_and_alpha_are_their_definitions():
 
 
 def parts(autotune=True):
-    """Networks, optimizers and a batch, as the script has them."""
+    """Return networks, optimizers and a batch like the script's."""
     actor, qfs, targets = sac.Actor(ENVS), *([sac.SoftQNetwork(ENVS) for _ in "12"] for _ in "ab")
     log_alpha = nn.Parameter(torch.tensor(-0.3))
     q_parameters = [parameter for qf in qfs for parameter in qf.parameters()]
@@ -149,7 +149,7 @@ def test_an_update_of_the_actor_moves_it_and_alpha_and_nothing_else(autotune):
     gradients = torch.autograd.grad(loss, actor.parameters())
     pairs = zip(actor.parameters(), gradients, strict=True)
     expected = torch.cat([(p - 0.1 * g).detach().reshape(-1) for p, g in pairs])
-    # The mean over two actions of the entropy is to be 2.
+    # The target of the mean log probability is 2, because actions have two dimensions.
     change = 0.01 * np.exp(-0.3) * (log_pi.mean().item() - 2)
     torch.set_rng_state(state)
     losses = sac.update_actor(optimizer, qfs, *fixed, sac.pi_loss, batch[0])
@@ -159,7 +159,7 @@ def test_an_update_of_the_actor_moves_it_and_alpha_and_nothing_else(autotune):
     assert losses["actor_loss"].item() == pytest.approx(loss.item())
 
 
-# The policy of the workers.
+# The workers' policy.
 
 
 def test_the_divergence_is_that_of_the_squashed_actions():
@@ -201,7 +201,7 @@ def test_no_action_leaves_the_bounds_by_rounding(dtype):
         np.testing.assert_allclose(given, bound, atol=1e-6)
 
 
-def test_before_there_is_anything_to_learn_from_actions_are_drawn_evenly():
+def test_actions_are_drawn_evenly_before_learning_starts():
     policy = SquashedGaussianPolicy(Fixed([2.0, -2.0], [-3.0, -3.0]), SPACE, uniform=1.0)
     params = policy(torch.zeros(4000, 3))
     noise = policy.noise(1, params, torch.Generator().manual_seed(3))
@@ -270,12 +270,13 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
     box = "low=-1 high=3"
     recording = record(SCRIPT, tmp_path, *flags.split(), "--env-kwargs", box)
     parts = load_checkpoint(tmp_path / "runs" / "x")["parts"]
-    # Each chunk of ten steps is requested when the previous one has come; the first are random.
+    # Each chunk of ten steps is requested when the previous one has arrived. The first chunks are
+    # random.
     assert recording.epsilons == [1, 1, 1, 0, 0, 0]
     drawn = np.concatenate([call.rollout.actions for call in recording.calls]).reshape(60, -1)
     np.testing.assert_allclose(parts["rb"]["actions"], 2 * np.tanh(drawn) + 1, atol=1e-6)
 
-    # The same gradient steps, in a loop of their own, from the same state.
+    # The same gradient steps from the same state, in a separate loop.
     space = gym.spaces.Box(-1, 3, drawn.shape[1:])
     obs_space = gym.spaces.Box(-1, 1, parts["rb"]["observations"].shape[1:])
     envs = SimpleNamespace(single_observation_space=obs_space, single_action_space=space)
@@ -340,7 +341,7 @@ def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
     actions, log_pi = td3.get_action(actor, torch.zeros(500, 3), SCALE, BIAS, policy_noise=0.2)
     noise = (
         (actions - BIAS) / SCALE - actor.mean
-    ).detach()  # clipped at 0.5, and where actions end
+    ).detach()  # clipped at 0.5, and at the actions' bounds
     assert (noise.abs().amax(0) <= 0.5 + 1e-6).all() and noise[:, 0].std() > 0.15
     assert noise[:, 1].min() == pytest.approx(-0.05) and not log_pi.any()
     pi, _ = td3.get_action(actor, torch.zeros(4, 3), SCALE, BIAS)

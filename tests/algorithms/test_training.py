@@ -1,9 +1,9 @@
 """A script's training equals the algorithm's definition, from the rollouts to the weights and the
 logs.
 
-Each script trains for a few iterations on an environment whose episodes end in both ways, in the
-middle of rollouts and across them, with workers whose policy is out of date. `reference` computes
-the same from the recorded rollouts.
+Each script trains for a few iterations, with workers whose policy is out of date, on an environment
+whose episodes terminate or are truncated, in the middle of rollouts and across them. `reference`
+computes the same from the recorded rollouts.
 """
 
 import importlib
@@ -30,8 +30,8 @@ DQN = {
     "dqn_clusterenv.py": ("vector", reference.q_vector),
     "scripts/dqn_atari_clusterenv.py": ("atari", reference.q_atari),
 }
-# Every number matters: a weight is truncated, a ratio clipped, a gradient's norm
-# limited.
+# With these flags every number matters: some weights are truncated, some ratios clipped, and some
+# gradients' norms limited.
 PPO_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 7 --eval-episodes 0 --weights float32"
 PPO_FLAGS += " --num-minibatches 2 --update-epochs 3 --gamma 0.9 --gae-lambda 0.8 --clip-coef 0.05"
 PPO_FLAGS += " --ent-coef 0.1 --vf-coef 0.7 --max-policy-lag None --no-overlap"
@@ -53,7 +53,7 @@ WAYS = {  # flags, and the cases of the algorithm that occur
         f"{ON} --decoupled --sync-mode never --vtrace --clip-rho 1.02 --max-grad-norm 9",
         {"ratio clipped", "weight truncated"},
     ),
-    # An iteration's chunks are of whichever workers.
+    # An iteration's chunks may come from any workers.
     "stream": (
         f"{ON} --decoupled --sync-mode always --stream --clip-rho 1.02 --max-grad-norm 9",
         {"ratio clipped", "weight truncated"},
@@ -68,11 +68,12 @@ DQN_FLAGS = "--num-workers 2 --envs-per-worker 2 --num-steps 5 --eval-episodes 0
 DQN_FLAGS += " --learning-starts 37 --target-network-frequency 12 --batch-size 8 --gamma 0.9"
 DQN_FLAGS += " --learning-rate 0.003 --tau 0.6 --start-e 0.9 --end-e 0.3 --exploration-fraction 0.4"
 DQN_FLAGS += " --sync-check-frequency 5 --sync-mode always --weights float32"
-# Of the change by training: float32 and float64 differ by less, and mistakes by more.
+# A share of the change by training. float32 and float64 differ by less, and mistakes by more.
 TOLERANCE = 0.01
-# In large networks an activation may lie at a kink, on one side of it in float32 and on the other
-# in float64. Then they differ by some hundredths, and else by less than a ten-thousandth. Which it
-# is depends on the seed and on the processor. A mistake is one with all of these seeds.
+# In large networks, an activation may lie at a kink, on one side of it in float32 and on the other
+# in float64. Then the weights differ by some hundredths, otherwise by less than a ten-thousandth.
+# Whether that happens depends on the seed and on the processor. A mistake shows with all of these
+# seeds.
 SEEDS = {"atari": (3, 4, 5)}
 
 
@@ -81,7 +82,7 @@ class FarWeightsError(AssertionError):
 
 
 def with_some_seed(check, kind, tmp_path, *of_what):
-    """Check with one seed after another, until weights are as defined with one of them."""
+    """Check with one seed after another, until the weights are as defined with one of them."""
     *seeds, last = SEEDS.get(kind, (1,))
     for seed in seeds:
         own = tmp_path / str(seed)
@@ -109,14 +110,14 @@ def assert_same_weights(found, expected, before):
 
 
 def assert_same_logs(recording, expected):
-    """The logged values are the expected ones, at the step at which they are known."""
+    """Assert that the expected values are logged, each at the step at which it is known."""
     for tag, values in expected.items():
         assert recording.scalars[tag] == pytest.approx(values, rel=1e-3, abs=1e-4), tag
         steps = np.cumsum([call.rollout.rewards.size for call in recording.calls])
         assert recording.steps[tag] == steps[-len(values) :].tolist(), tag
 
 
-# The first script is tried in most ways, the others in one, and these later.
+# The first script is tried in most ways, the others in one. Only `make test-all` tries these.
 LATER = {
     "scripts/ppo_atari_clusterenv.py",
     "scripts/ppo_minatar_clusterenv.py",
@@ -155,14 +156,14 @@ def check_ppo(tmp_path, seed, script, way):
     weights, logged, reached = reference.ppo(recording, network)
     assert cases <= reached
     assert_same_weights(recording.networks["agent"], weights, recording.calls[0].networks["agent"])
-    # The first version acts as the learner would. With --sync-mode always each version does, or the
-    # previous one if the rollouts overlap.
+    # The first policy version acts as the learner would. With --sync-mode always, each version
+    # does, or the previous version if the rollouts overlap.
     lag = logged.pop("lag")
     assert max(lag if way == "plain" else lag[:1]) < 1e-4 and (
         way in ("plain", "stream") or min(lag[1:]) > 1e-3
     )
     versions = [call.rollout.policy_versions.tolist() for call in recording.calls]
-    if way == "stream":  # what was asked for while there were others, too
+    if way == "stream":  # some chunks were requested while others were outstanding
         assert all(0 <= max(each) - versions[0][0] <= at for at, each in enumerate(versions))
         assert max(lag) > 1e-3
     else:
@@ -172,14 +173,14 @@ def check_ppo(tmp_path, seed, script, way):
     assert (
         recording.summary["global_step"] == 28 * number and recording.summary["updates"] == number
     )
-    # Each shuffles differently.
+    # Each update shuffles differently.
     assert len({call.torch_state.numpy().tobytes() for call in recording.calls}) == number
     check_episodes(recording)
     check_acts(recording, network, weights)
 
 
 def assert_first_networks(recording, script, name):
-    """A script's network begins like one that is made from the run's seed."""
+    """Assert that a script's network begins like one that is made with the run's seed."""
     module = importlib.import_module(script.removesuffix(".py").replace("/", "."))
     args = SimpleNamespace(**recording.args)
     envs = spaces_of(module.make_env(args.env_id, 0, False, "")())
@@ -191,14 +192,14 @@ def assert_first_networks(recording, script, name):
 
 
 def check_episodes(recording):
-    """All episodes of the run count in its mean return: they are fewer than a hundred."""
+    """Check that all episodes count in the run's mean return, because they are fewer than 100."""
     returns = np.concatenate([call.rollout.episodic_returns for call in recording.calls])
     assert 5 < len(returns) < 100
     assert recording.summary["mean_return_100"] == pytest.approx(returns.mean())
 
 
 def check_acts(recording, network, weights):
-    """The evaluation acts by the trained policy, with its noise."""
+    """Check that the evaluation acts by the trained policy, with its noise."""
     obs = reference.array(recording.acted_on)
     with torch.no_grad():
         if isinstance(network, reference.Recurrent):
@@ -237,7 +238,7 @@ def test_dqn_is_as_defined(tmp_path, script, every):
 def check_dqn(tmp_path, seed, script, every):
     kind, q_values = DQN[script]
     is_atari = script == "scripts/dqn_atari_clusterenv.py"
-    # Environment steps, and one gradient step for each ``every`` of them.
+    # Environment steps. There is one gradient step for every ``every`` of them.
     total = 100 if is_atari else 200
     size = "--buffer-size 1000" if is_atari else "--buffer-size 60"
     length = f"--total-timesteps {total} --train-frequency {every}"
@@ -295,8 +296,8 @@ def check_dqn(tmp_path, seed, script, every):
         and waited == sorted(waited)
         and waited[-1] < recording.summary["wall_seconds"]
     )
-    # The first chunks are requested before anything is learned; each further one after another has
-    # come.
+    # The first chunks are requested before anything is learned, and each further chunk after
+    # another one has arrived.
     steps = [0] * args.num_workers + list(range(10, total - 10, 10))
     assert recording.epsilons == pytest.approx(
         [reference.linear_epsilon(args, step) for step in steps]

@@ -1,7 +1,7 @@
 """Environments for tests of the algorithms, with all kinds of observations and actions that the
-scripts take.
+scripts accept.
 
-Ids are ``tests.algorithms.toys:NAME-KIND-v0``; KIND is `vector`, `box` (continuous actions),
+Their ids are ``tests.algorithms.toys:NAME-KIND-v0``. KIND is `vector`, `box` (continuous actions),
 `minatar` or `atari`.
 """
 
@@ -11,30 +11,30 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-EVALUATION = 100_000  # seeds from here on are those of a script's evaluation
+EVALUATION = 100_000  # seeds from this one on are those of a script's evaluation
 ATARI_SCREEN = 210, 160
-# The pixels by which MinAtar shows each number, if it is large.
+# The pixels that show each number in MinAtar, if the number is large.
 PIXELS = np.random.default_rng(1).random((4, 4, 8)) < 0.6
 
 
 def spaces_of(env):
-    """Return the attributes that the scripts' networks read of environments like this one."""
+    """Return an object with the attributes of environments that the scripts' networks read."""
     return SimpleNamespace(
         single_observation_space=env.observation_space, single_action_space=env.action_space
     )
 
 
 class Toy(gym.Env):
-    """An environment that shows numbers in [0, 1], and takes a number: 0, or another one.
+    """An environment that shows numbers in [0, 1] and takes one of two actions, 0 or 1.
 
-    A box has actions from ``low`` to ``high``; those above their middle are the other number.
+    A box takes actions from ``low`` to ``high``. Actions above the middle count as 1.
     """
 
-    num_features = 0  # how many numbers it shows
+    num_features = 0  # how many numbers the environment shows
     kind = "vector"
 
     def __init__(self, render_mode=None, frameskip=1, low=-1, high=1):
-        self._frameskip, self.ale = frameskip, self  # as Atari's games have it: it has one life
+        self._frameskip, self.ale = frameskip, self  # the interface of Atari's games
         self.action_space = (
             spaces.Box(low, high, (2,), np.float32) if self.kind == "box" else spaces.Discrete(2)
         )
@@ -52,7 +52,8 @@ class Toy(gym.Env):
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             self.rng = np.random.default_rng(seed)
-        # Atari's wrappers begin with this many no-ops, and step four frames at once.
+        # Atari's wrappers begin with the number of no-ops that this generator draws, and step four
+        # frames at once.
         self.np_random = np.random.default_rng(1)
         self.frames = -int(np.random.default_rng(1).integers(1, 31))
         self.begin(seed)
@@ -71,7 +72,7 @@ class Toy(gym.Env):
         if self.kind == "minatar":
             return PIXELS[..., : self.num_features] & (features > 0.5)
         if self.kind == "atari":
-            # Nobody looks: see getScreenGrayscale.
+            # Unused: the wrappers call getScreenGrayscale.
             return np.broadcast_to(np.uint8(0), self.observation_space.shape)
         return features
 
@@ -92,10 +93,9 @@ class Toy(gym.Env):
 
 
 class Clockwork(Toy):
-    """An environment whose observations and rewards follow from the actions since its reset, and
-    from nothing else.
+    """An environment whose observations and rewards depend only on the actions since its reset.
 
-    Episodes last four steps. Then they are cut off or end by themselves, in turn.
+    Episodes last four steps. In turn, they are truncated or terminate.
     """
 
     num_features = 3
@@ -117,15 +117,15 @@ class Clockwork(Toy):
 
 
 class Corridor(Toy):
-    """Walk through a corridor whose last three steps are worth 1 each, or leave before them, which
-    is worth 1, too.
+    """A corridor to walk through or to leave. The last three steps are worth 1 each. Leaving before
+    them is worth 1, too.
 
     Leaving within the last three steps is worth nothing, so a learner with the wrong sign leaves
     there at the latest. The action that walks changes from place to place, so no policy gets
-    through by one action alone. (With pixels, which take long to learn from, one action does.)
-    Episodes are cut off after two steps, so a learner that takes that for their end leaves at once.
-    In an evaluation each walk begins where the way is longest, and none is cut off: it returns up
-    to 3.
+    through with a single action. (With pixels, which take long to learn from, one action does.)
+    Episodes are cut off after two steps, so a learner that takes the cut for the end leaves at
+    once. In an evaluation, each walk begins where the way is longest, and none is cut off: it
+    returns up to 3.
     """
 
     length, limit = 5, 2
@@ -155,14 +155,14 @@ class Corridor(Toy):
 class Cells(Corridor):
     """A corridor whose episodes are cut off after each step.
 
-    A replay buffer that takes these cuts for ends has no step that leads to another's value.
+    In a replay buffer that takes these cuts for ends, no step leads to the value of another step.
     """
 
     limit = 1
 
 
 class Recall(Corridor):
-    """A corridor in which only each second observation says which action walks in this episode."""
+    """A corridor in which only every second observation shows the episode's action that walks."""
 
     num_features = Corridor.length + 2
 
@@ -179,8 +179,8 @@ class Recall(Corridor):
 
 
 class Lives(Toy):
-    """A game of two lives, each of which begins with a shot. Its third step is worth 5, and the
-    next one ends it.
+    """A game of two lives, each of which begins with a shot. A life's third step is worth 5, and
+    its fourth step ends it.
     """
 
     num_features = 2

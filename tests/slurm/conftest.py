@@ -1,5 +1,5 @@
-"""A real Slurm cluster for the tests of this folder. Without Slurm they are skipped, or fail if
-REQUIRE_ALL=1.
+"""A real Slurm cluster for the tests in this folder. Without Slurm, these tests are skipped, or
+fail if REQUIRE_ALL=1.
 """
 
 import pytest
@@ -18,11 +18,11 @@ def cluster(networked):
 
 @pytest.fixture(scope="session")
 def slurm():
-    """Three nodes that share this machine's loopback."""
+    """Start three nodes that share this machine's loopback."""
     yield from cluster(networked=False)
 
 
 @pytest.fixture(scope="session")
 def slurm_networked():
-    """Three nodes with a network namespace and an address each."""
+    """Start three nodes with a network namespace and an address each."""
     yield from cluster(networked=True)

@@ -1,13 +1,13 @@
-"""A real Slurm cluster on this machine, for tests: nodes that share its loopback, or have a network
+"""A real Slurm cluster on this machine, for tests. Its nodes share the loopback, or have a network
 each.
 
     python3 -m tests.slurm.lab install                # Debian's packages; as root, once
     python3 -m tests.slurm.lab srun -N3 hostname      # a cluster for as long as this command runs
     python3 -m tests.slurm.lab --networked bash       # each node in its own network; as root
 
-It needs nothing but the standard library: no systemd, and no cgroups. Everything is in a temporary
-directory, on free ports, and is gone when the command ends. There is no accounting (`sacct`) and no
-limit on memory or cores.
+It needs only Slurm and the standard library: no systemd, and no cgroups. Everything is in a
+temporary directory, on free ports, and is gone when the command ends. There is no accounting
+(`sacct`) and no limit on memory or cores.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from pathlib import Path
 from ..patience import PATIENCE
 from .machine import PATH, LabError, free_ports, install, namespaces, obstacle, run, wait_for
 
-# cred_expire is how long a requeued job must wait, GraceTime how long a preemption takes. KillWait
-# and SlurmdTimeout are so long that a busy machine makes nothing look stuck or lost. Cores are
-# declared, not there. Partition urgent preempts partition lab.
+# cred_expire is how long a requeued job must wait, and GraceTime how long a preemption takes.
+# KillWait and SlurmdTimeout are so long that nothing looks stuck or lost on a busy machine. The
+# cores are declared but do not exist. The partition urgent preempts the partition lab.
 CONF = """\
 ClusterName=lab
 SlurmctldHost={controller}
@@ -69,13 +69,13 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
 
 
 class Slurm:
-    """A running cluster; see `start`.
+    """A running cluster, see `start`.
 
     Attributes:
-        nodes: The names of the nodes.
-        address: The IPv4 address of each node, by name.
-        head: The IPv4 address of this machine as the nodes see it.
-        env: The environment in which Slurm's commands talk to this cluster.
+        nodes: the names of the nodes.
+        address: the IPv4 address of each node, by name.
+        head: the IPv4 address of this machine, as the nodes see it.
+        env: the environment variables with which Slurm's commands talk to this cluster.
     """
 
     def __init__(self, nodes: int, cpus: int, network: int | None, directory: Path):
@@ -89,7 +89,7 @@ class Slurm:
             controller, where = "localhost(127.0.0.1)", "NodeHostname=localhost NodeAddr=127.0.0.1"
             where += f" Port={','.join(map(str, ports[1:]))}"
         else:
-            # 198.18.0.0/15 is reserved for tests of networks, so nothing real lies there
+            # 198.18.0.0/15 is reserved for tests of networks, so nothing real has these addresses
             subnet = f"198.{18 + network // 256}.{network % 256}"
             self.head = f"{subnet}.1"
             self.address = {node: f"{subnet}.{10 + i}" for i, node in enumerate(self.nodes, 1)}
@@ -110,7 +110,7 @@ class Slurm:
         (directory / "slurm.conf").write_text(text)
         # Without this line, slurmd would look for cgroups itself, and fail.
         (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        # Declared like the cores, not there.
+        # Like the cores, the GPUs are declared but do not exist.
         (directory / "gres.conf").write_text("Name=gpu File=/dev/null\n")
         (directory / "state").mkdir(mode=0o700)
         (directory / "munge").mkdir(mode=0o755)
@@ -121,21 +121,21 @@ class Slurm:
             (directory / f"spool.{node}").mkdir()
 
     def link(self, node: str) -> str:
-        """Name the namespace of a node, and its network interface on this machine."""
+        """Return the name of a node's namespace and of its network interface on this machine."""
         return f"lab{self.network}{node}"
 
     def processes(self, node: str | None = None) -> set[int]:
-        """Find every process of this cluster, or of one node: daemons, steps, tasks, and the
-        processes that these started.
+        """Return the pids of this cluster or of one node: of daemons, steps, tasks, and the
+        processes that these have started.
         """
         conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
-        # A shell that only talks to the cluster does not have these.
+        # A shell that only talks to the cluster does not have these variables.
         names = (
             b"LAB_NODE",
             b"SLURMD_NODENAME",
         )
         for directory in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended in between, or is someone else's
+            with suppress(OSError):  # the process has ended in between, or is another user's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
                 environ = dict(
                     word.partition(b"=")[::2]
@@ -168,7 +168,7 @@ class Slurm:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             for daemon in self.daemons.values():
-                daemon.poll()  # so that it is no zombie
+                daemon.poll()  # so that it does not stay a zombie
             return not pids
 
         wait_for(f"the processes of {node or 'the cluster'} to end", PATIENCE, all_gone)
@@ -176,7 +176,7 @@ class Slurm:
     def spawn(self, name: str, *command: str, **env: str) -> None:
         with open(self.directory / "daemons.log", "ab") as log:
             self.daemons[name] = subprocess.Popen(
-                # a killed pytest leaves no daemon behind
+                # so that a killed pytest leaves no daemon behind
                 ["setpriv", "--pdeathsig", "KILL", *command], cwd="/",
                 env={**self.env, "LAB_NODE": "", **env}, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -226,7 +226,7 @@ class Slurm:
         wait_for(what, PATIENCE, check)
 
     def run(self, *command: str, **options) -> subprocess.CompletedProcess:
-        """Run a command that talks to this cluster; see `machine.run`."""
+        """Run a command that talks to this cluster, see `machine.run`."""
         return run(*command, **{"env": self.env, **options})
 
     def states(self) -> dict[str, str]:
@@ -237,12 +237,12 @@ class Slurm:
         )
 
     def submit(self, *arguments: str, **options) -> str:
-        """Run sbatch with these arguments; return the job's id."""
+        """Run sbatch with these arguments, and return the job's id."""
         return self.run("sbatch", "--parsable", *arguments, **options).stdout.split(";")[0].strip()
 
     def jobs(self, job: str) -> list[dict[str, str]]:
-        """Return Slurm's knowledge of a job: one dictionary for each task of an array or part of a
-        heterogeneous job.
+        """Return what Slurm knows about a job: one dictionary for each task of an array, or for
+        each part of a heterogeneous job.
         """
         lines = self.run("scontrol", "-o", "show", "job", job).stdout.splitlines()
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in lines if line]
@@ -251,7 +251,7 @@ class Slurm:
         """Wait until all parts of a job are in one of these states, by default COMPLETED.
 
         Raises:
-            LabError: The time is up, or the job came to another end.
+            LabError: the time is up, or the job has ended in another state.
         """
         wanted, ends = (
             set(states or ["COMPLETED"]),
@@ -271,7 +271,7 @@ class Slurm:
         return wait_for(f"job {job} to be {', '.join(sorted(wanted))}", seconds, reached)
 
     def crash(self, node: str) -> None:
-        """Kill everything on a node at once. Slurm itself takes some minutes to notice."""
+        """Kill everything on a node at once. Slurm takes some minutes to notice."""
         self.kill(node)
 
     def restore(self, node: str) -> None:
@@ -282,7 +282,7 @@ class Slurm:
         )
 
     def cut(self, node: str) -> None:
-        """Cut a node's network, if it has one of its own: packets vanish, connections stay open."""
+        """Cut the link of a node with its own network: packets vanish, connections stay open."""
         run("ip", "link", "set", self.link(node), "down")
 
     def heal(self, node: str) -> None:
@@ -292,17 +292,17 @@ class Slurm:
 
 @contextmanager
 def start(nodes: int = 3, cpus: int = 4, networked: bool = False):
-    """Start a cluster, yield it (a `Slurm`) when all its nodes are idle, and leave nothing of it
-    behind.
+    """Start a cluster, yield it as a `Slurm` when all nodes are idle, and remove all of it at the
+    end.
 
     Args:
-        nodes: Their number; they are called node1, node2, ...
-        cpus: The cores that each pretends to have.
-        networked: Each node has its own network namespace and address, and its link can be cut.
-            Needs root.
+        nodes: the number of nodes, which are called node1, node2, ...
+        cpus: the number of cores that each node pretends to have.
+        networked: whether each node has its own network namespace and address, and a link that can
+            be cut. This needs root.
 
     Raises:
-        LabError: It cannot be started, with the reason.
+        LabError: the cluster cannot be started; the message says why.
     """
     if reason := obstacle(networked):
         raise LabError(reason)
@@ -325,11 +325,13 @@ def main() -> None:
         description="A Slurm cluster on this machine for as long as a command runs."
     )
     parser.add_argument(
-        "--networked", action="store_true", help="each node in its own network namespace; as root"
+        "--networked", action="store_true", help="give each node its own network (needs root)"
     )
-    parser.add_argument("--cores", type=int, default=4, help="of each node")
+    parser.add_argument("--cores", type=int, default=4, help="number of cores of each node")
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, help="what to run, or `install` to install Slurm"
+        "command",
+        nargs=argparse.REMAINDER,
+        help="the command to run, or `install` to install Slurm",
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs every `finally`

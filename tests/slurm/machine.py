@@ -1,5 +1,5 @@
-"""Things that a cluster needs of this machine: Slurm's programs, free ports, and a network
-namespace for each node.
+"""A cluster's requirements of this machine: Slurm's programs, free ports, and a network namespace
+for each node.
 """
 
 import os
@@ -23,7 +23,7 @@ class LabError(RuntimeError):
 
 
 def obstacle(networked: bool = False) -> str | None:
-    """Say why no cluster can be started here, and how to mend that; None if it can."""
+    """Return why no cluster can be started here and how to change that, or None if one can."""
     if missing := [program for program in PROGRAMS if not shutil.which(program, path=PATH)]:
         return (
             f"no {', '.join(missing)} here; on Debian or Ubuntu, as root: python3 -m "
@@ -43,7 +43,7 @@ def install() -> None:
     """Install the missing packages with apt.
 
     Raises:
-        LabError: Packages are missing, and we are not root or there is no apt.
+        LabError: packages are missing, and this process is not root or there is no apt.
     """
     if obstacle() is None and shutil.which("mpirun"):
         return
@@ -64,7 +64,11 @@ def install() -> None:
 
 
 def run(*command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
-    """Run a command, capturing its text; raise a LabError with its text if it fails."""
+    """Run a command and capture its output.
+
+    Raises:
+        LabError: the command fails, and ``check`` is set; the message has its output.
+    """
     options = {"env": {**os.environ, "PATH": PATH}, "timeout": PATIENCE, **options}
     result = subprocess.run(
         command, capture_output=True, text=True, stdin=subprocess.DEVNULL, **options
@@ -95,10 +99,10 @@ def free_ports(number: int) -> list[int]:
 
 @contextmanager
 def namespaces(nodes: int):
-    """Give each node a network namespace behind one bridge; yield the number that their names and
-    addresses hold.
+    """Give each node a network namespace behind one bridge. Yield the number that is part of the
+    names and addresses.
     """
-    for network in random.sample(range(512), 20):  # the first whose name is free
+    for network in random.sample(range(512), 20):  # take the first number whose name is free
         if run("ip", "link", "add", f"lab{network}", "type", "bridge", check=False).returncode == 0:
             break
     else:

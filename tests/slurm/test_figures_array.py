@@ -1,4 +1,4 @@
-"""The figures as arrays of jobs, submitted as a user submits them, on a real Slurm."""
+"""The figures as arrays of jobs, submitted as a user submits them, on a real Slurm cluster."""
 
 import csv
 import os

@@ -1,4 +1,4 @@
-"""The cluster of the other tests of this folder behaves as a cluster does, and leaves nothing
+"""The cluster for the other tests in this folder behaves like a real cluster, and leaves nothing
 behind.
 """
 
@@ -85,7 +85,7 @@ def test_a_crashed_node_loses_its_tasks_and_comes_back(slurm, tmp_path):
 def sleeping(slurm, node=None):
     found = []
     for pid in slurm.processes(node):
-        with suppress(OSError):  # it has ended in between
+        with suppress(OSError):  # the process has ended in between
             found += [pid] * (Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
     return found
 
@@ -138,12 +138,12 @@ def test_a_networked_node_is_reached_under_its_own_address_until_its_link_is_cut
 
 @pytest.mark.parametrize("networked", [False, True])
 def test_nothing_is_left_behind(networked, request):
-    # Skips where there can be no cluster.
+    # Skips the test where no cluster can be started.
     request.getfixturevalue("slurm_networked" if networked else "slurm")
     before = traces()
     with lab.start(networked=networked) as slurm:
-        # One task has left its session and its parent, one has forgotten its environment. Only in a
-        # namespace the lab finds a task that has done both.
+        # One task leaves its session and its parent, and one loses its environment variables. Only
+        # in a namespace does the lab find a task that has done both.
         for escape in ["setsid --fork", "env -i", *["env -i setsid --fork"] * networked]:
             slurm.submit("--output=/dev/null", f"--wrap=srun {escape} sleep 3600")
         sleeps = 3 if networked else 2
@@ -156,9 +156,7 @@ def test_nothing_is_left_behind(networked, request):
 
 
 def traces():
-    """Network interfaces, network namespaces, and the cluster's possible entries in the temporary
-    directory.
-    """
+    """Return the names of this machine's network interfaces and of the lab's network namespaces."""
     names = {path.name for path in Path("/run/netns").glob("lab*")}
     return {path.name for path in Path("/sys/class/net").iterdir()}, names
 

@@ -1,4 +1,4 @@
-"""The .sbatch files that train, submitted as a user submits them, on a real Slurm."""
+"""The .sbatch files that train, submitted as a user submits them, on a real Slurm cluster."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from . import lab
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "slurm").glob("*.sbatch"))
-# A job with it lasts, and leaves the cores to other tests, until there is a file `go`.
+# A job with this environment lasts until the file `go` exists, and leaves the cores to other tests.
 SLOW_ENV = """
 import os, time
 import gymnasium as gym
@@ -43,8 +43,8 @@ MORE = {
 }
 
 
-# Stands in for Python with a training script. When told to stop it saves, but not if there is a
-# file `early`, as if its handlers were not there yet. It ends when there is a file `go`.
+# A stand-in for Python with a training script. When it is told to stop, it saves, unless the file
+# `early` exists, as if its handlers were not set yet. It ends when the file `go` exists.
 STUB = """#!/usr/bin/env bash
 for word in "$@"; do
     case $previous in
@@ -62,7 +62,7 @@ while [[ ! -e go ]]; do sleep 0.05; done
 
 
 class Job:
-    """A job that trains, in a directory of its own that looks like the repository's root."""
+    """A job that trains, in its own directory that looks like the repository's root."""
 
     def __init__(
         self, slurm, directory, file, *options, flags="", python=Path(sys.executable).parent
@@ -122,19 +122,19 @@ class Job:
         return lab.wait_for(what, PATIENCE, reached)
 
     def await_training(self, after=0):
-        """Wait for a checkpoint of more than so many steps; return its steps."""
+        """Wait for a checkpoint of more than ``after`` steps, and return its number of steps."""
         steps = self.wait_for(
             "a checkpoint", lambda: [n for n in checkpoints(self.run) if n > after]
         )
         return max(steps)
 
     def places(self):
-        """The node of each worker's step, by the step's name."""
+        """Return the node of each worker's step, by the step's name."""
         lines = self.slurm.run(
             "squeue", "--steps", "--noheader", "--format=%i %j %N"
         ).stdout.splitlines()
         steps = [line.split() for line in lines]
-        # Each part of a heterogeneous job has its own.
+        # Each part of a heterogeneous job has its own id.
         mine = {part["JobId"] for part in self.slurm.jobs(self.id)}
         return {
             name: node
@@ -143,7 +143,7 @@ class Job:
         }
 
     def worker(self, index):
-        """The pid of a worker of this job, or None."""
+        """Return the pid of a worker of this job, or None."""
         for pid in self.slurm.processes():
             with suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
@@ -176,8 +176,8 @@ def train(slurm, tmp_path):
 
 @pytest.fixture
 def stub(slurm, tmp_path):
-    """A function that submits a job in which STUB stands in for Python, all of a test in one
-    directory.
+    """Return a function that submits a job in which STUB stands in for Python. All jobs of a test
+    share a directory.
     """
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").write_text(STUB)
@@ -213,8 +213,8 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     requeued = train("ppo", flags="--total-timesteps 40000")
     timed_out = train("dqn", "--time=60")
     timed_out.await_training()
-    # --signal sends it 60 s before the limit, and Slurm looks every 30 seconds: at least 45 must be
-    # left.
+    # --signal warns the job 60 s before its limit, and Slurm looks every 30 s, so at least 45 s
+    # must be left.
     hours, minutes, seconds = map(int, timed_out.slurm.jobs(timed_out.id)[0]["RunTime"].split(":"))
     limit = hours * 60 + minutes + (seconds + 45) // 60 + 1
     timed_out.slurm.run("scontrol", "update", f"JobId={timed_out.id}", f"TimeLimit={limit}")
@@ -237,7 +237,7 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
     submit = "sbatch --ntasks=3 slurm/ppo.sbatch --env-id=slow_env:Slow-v0"
     assert f"interrupted; to resume: {submit} --resume runs/{requeued.run.name}\n" in requeued.log()
     assert f"requeued; it will go on from runs/{timed_out.run.name}" in timed_out.log()
-    assert "requeued" not in requeued.log()  # Slurm has requeued it
+    assert "requeued" not in requeued.log()  # Slurm has requeued this job
     timed_out.slurm.run("scancel", timed_out.id)
     (requeued.directory / "go").touch()
     requeued.wait()
@@ -247,7 +247,7 @@ def test_jobs_that_are_requeued_or_out_of_time_save_and_go_on(train):
 
 
 @pytest.mark.long
-def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
+def test_a_run_belongs_to_one_job_at_a_time_and_continues_where_resume_says(stub):
     first = stub("--job-name=a: b")
     first.await_words("began with")
     run = first.directory / "runs" / f"a__b-{first.id}"
@@ -256,10 +256,10 @@ def test_a_run_is_of_one_job_at_a_time_and_goes_on_where_resume_says(stub):
     second.wait("FAILED")
     assert second.log() == f"error: runs/{run.name} is being trained by job {first.id}\n"
     assert (run / "workers" / f"clusterenv-{first.id}").exists()
-    (first.directory / "hold").touch()  # should it come back at once
+    (first.directory / "hold").touch()  # in case the job comes back at once
     first.warn()
     first.await_requeue()
-    # It comes back, and so keeps the run.
+    # The job comes back, and so keeps the run.
     assert (run / "job").read_text() == f"{first.id}\n" and not left_in(run)
     first.slurm.run("scancel", first.id)
     first.wait("CANCELLED")
@@ -300,9 +300,9 @@ def test_of_an_array_only_the_task_that_was_warned_is_requeued(stub):
     array.wait()
 
 
-def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, tmp_path):
+def test_a_job_that_is_warned_before_it_can_save_is_requeued_only_if_it_has_time(stub, tmp_path):
     (tmp_path / "early").touch()
-    # The second warning is the time limit's.
+    # The second job has so little time left that the warning counts as that of its time limit.
     early, late = (stub(f"--time={minutes}") for minutes in (10, 2))
     for job in (early, late):
         job.await_words("began with")
@@ -316,7 +316,7 @@ def test_warned_before_it_can_save_a_job_is_requeued_only_if_it_has_time(stub, t
 
 
 @pytest.mark.long
-def test_preempted_a_job_saves_and_comes_back(stub):
+def test_a_preempted_job_saves_and_comes_back(stub):
     job = stub()
     job.await_words("began with")
     urgent = job.slurm.submit(
@@ -390,7 +390,7 @@ def test_learners_on_two_nodes_are_requeued_and_go_on_to_the_end(train):
     assert not list(job.run.glob("workers/*/clusterenv-*"))
 
 
-def test_cores_that_do_not_go_round_are_one_line(train):
+def test_too_few_cores_for_the_learners_are_one_line(train):
     job = train("ppo_torchrun", "--cpus-per-task=1")
     with pytest.raises(lab.LabError):
         job.wait()

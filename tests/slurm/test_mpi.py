@@ -1,5 +1,5 @@
-"""Environments that are MPI jobs themselves, each on cores of its worker's own, on a real Slurm
-with Open MPI.
+"""Environments that are MPI jobs themselves, each on its worker's own cores, on a real Slurm
+cluster with Open MPI.
 """
 
 import os
@@ -18,10 +18,10 @@ from .test_launcher import Job, checkpoints
 
 pytestmark = pytest.mark.long
 
-# The documentation's environment, whose observation is made by all ranks.
+# The documentation's environment, to whose observation all ranks contribute.
 (ENV,) = (code for page, kind, code in BLOCKS if page.stem == "mpi" and kind == "python")
-# The same as mpi4py would do, with Open MPI alone: rank 0 passes its input on, and prints the sum
-# over all ranks.
+# A solver like one with mpi4py, but with Open MPI alone: rank 0 passes its input on, and prints the
+# sum over all ranks.
 SOLVER = """
 import ctypes, os, sys, time
 from ctypes import byref, c_char, c_int
@@ -35,7 +35,7 @@ lib.MPI_Comm_rank(world, byref(rank))
 lib.MPI_Comm_size(world, byref(size))
 
 def passed_on():
-    while not waits.value:  # not to spin on cores that are not there
+    while not waits.value:  # does not spin, because the cores do not exist
         time.sleep(0.002)
         lib.MPI_Iprobe(0, 0, world, byref(waits), None)
     waits.value = 0
@@ -66,7 +66,7 @@ def job(slurm, tmp_path, monkeypatch):
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
         "OMPI_MCA_rmaps_base_oversubscribe",
     ):
-        monkeypatch.setitem(slurm.env, name, "1")  # the cores are declared, not there
+        monkeypatch.setitem(slurm.env, name, "1")  # the cores are declared but do not exist
     (tmp_path / "my_env.py").write_text(ENV)
     (tmp_path / "solver.py").write_text(SOLVER)
     (tmp_path / "solver").write_text(f"#!/bin/sh\nexec {sys.executable} solver.py\n")
@@ -75,7 +75,7 @@ def job(slurm, tmp_path, monkeypatch):
         "--env-id my_env:Simulation-v0 --worker-resources CPU=4 --envs-per-worker 1 "
         "--eval-episodes 0"
     )
-    # The job's memory and GPU. No step may wait for them.
+    # The job has memory and a GPU, for which no step may wait.
     options = "--cpus-per-task=4", "--mem=1000", "--gpus-per-node=1"
     job = Job(slurm, tmp_path, "ppo", *options, flags=f"{flags} --total-timesteps 2048")
     yield job
@@ -83,7 +83,7 @@ def job(slurm, tmp_path, monkeypatch):
 
 
 def ranks(worker):
-    """The pids of the ranks that a worker's environment has started, by rank."""
+    """Return the pids of the processes that a worker's environment has started, by rank."""
     (mpirun,) = children_of(worker)
     return ranks_of(mpirun, "OMPI_COMM_WORLD_RANK")
 

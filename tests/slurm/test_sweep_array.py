@@ -1,4 +1,4 @@
-"""The offline sweep as an array of jobs, submitted as a user submits it, on a real Slurm."""
+"""The offline sweep as an array of jobs on a real Slurm cluster, submitted as a user submits it."""
 
 import csv
 import os
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def submit(slurm, tmp_path):
-    """A function that submits the array file, from a directory that looks like the repository's
-    root.
+    """Return a function that submits the array file from a directory that looks like the
+    repository's root.
     """
     for name in ("slurm", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -42,7 +42,9 @@ def submit(slurm, tmp_path):
 
 
 @pytest.mark.long
-def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, submit, tmp_path):
+def test_the_file_submitted_without_an_array_submits_the_array_and_the_collection_once(
+    slurm, submit, tmp_path
+):
     (tmp_path / "logs").mkdir()
     options = [
         "--cpus-per-task=2",
@@ -73,7 +75,7 @@ def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, sub
         ("1", "5", "50.0"),
     ]
     assert (tmp_path / "out" / "results.png").exists()
-    # Of all jobs that there were.
+    # One log for each job.
     logs = [
         f"mine-{first}",
         f"mine-{array}_0",
@@ -89,14 +91,14 @@ def test_submitted_alone_it_submits_the_array_and_the_collection_once(slurm, sub
 
 
 @pytest.mark.long
-def test_a_task_that_is_warned_is_requeued_alone_and_goes_on(slurm, submit, tmp_path):
+def test_only_the_warned_task_is_requeued_and_continues(slurm, submit, tmp_path):
     array = submit(STOPS, "--array=0-1", "--output=%a")
 
     def saved():
         return [log for log in (tmp_path / "out").glob("*/*/log.txt") if "saved" in log.read_text()]
 
     lab.wait_for("both to save", PATIENCE, lambda: len(saved()) == 2)
-    # It shares the array's id.
+    # The warned task is the one that shares the array's id.
     (warned,) = (task["ArrayTaskId"] for task in slurm.jobs(array) if task["JobId"] == array)
     slurm.run("scancel", "--batch", "--signal=TERM", f"{array}_{warned}")
     lab.wait_for(

@@ -1,5 +1,5 @@
-"""A W&B sweep as an array of jobs on a real Slurm: each task runs the configuration that the
-(stand-in) server gives its agent.
+"""A W&B sweep as an array of jobs on a real Slurm cluster: each task runs the configuration that
+the (stand-in) server gives its agent.
 """
 
 import os
