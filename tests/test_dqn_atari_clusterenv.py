@@ -129,7 +129,7 @@ def test_bytes_of_a_transition():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--env-id CartPole-v1", "Atari's games, such as ALE/Pong-v5, got CartPole-v1"),
+        ("--env-id CartPole-v1", "must be an Atari game, such as ALE/Pong-v5, got CartPole-v1"),
         (
             "--buffer-size 5",
             "--buffer-size 5 must be at least a chunk of 1 environments x 16 steps = 16",

@@ -209,7 +209,7 @@ def test_a_forked_child_cannot_use_its_parents_workers():
             try:
                 envs.reset()
             except gym.error.ClosedEnvironmentError as error:
-                os._exit(0 if f"This is process {os.getppid()}'s" in str(error) else 2)
+                os._exit(0 if f"belongs to process {os.getppid()}" in str(error) else 2)
             finally:
                 os._exit(1)
         _, status = os.waitpid(child, 0)

@@ -241,5 +241,5 @@ def test_an_env_that_is_not_an_atari_game_is_a_one_line_error(tmp_path, monkeypa
         SCRIPT,
         tmp_path,
         [*TINY, "--env-id", env_id],
-        f"Atari's games, such as ALE/Pong-v5, got {env_id}",
+        f"must be an Atari game, such as ALE/Pong-v5, got {env_id}",
     )
