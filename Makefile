@@ -1,8 +1,8 @@
-# make train: LunarLander through two local workers. make test: the suite. make test-all: also what takes long.
-# make test-versions: the suite on Python 3.12 and 3.13, and with the lowest and newest packages; an hour.
-# make test-algorithms: what the scripts compute, learn and resume. make lint: style. make docs: the site.
-# make results: all of experiments/benchmarks/results.md, which takes some hours of an idle machine, and can be interrupted.
-# make figures: a small version of the figures, in runs/quick. make all-figures: those of experiments/figures/, which takes hours.
+# make train: LunarLander on two local workers. make test: the suite. make test-all: also the long tests.
+# make test-versions: the suite on Python 3.12 and 3.13, and with the lowest and newest packages; takes an hour.
+# make test-algorithms: tests of what the scripts compute, learn and resume. make lint: style. make docs: the site.
+# make results: all of experiments/benchmarks/results.md. Takes some hours of an idle machine, and can be interrupted.
+# make figures: a small version of the figures, in runs/quick. make all-figures: experiments/figures/; takes hours.
 PYTHON ?= python3
 
 .PHONY: train test test-all test-versions test-algorithms lint docs results figures all-figures
@@ -18,7 +18,7 @@ test: .venv/installed
 test-all: .venv/installed
 	.venv/bin/python -m pytest -n 3 --dist worksteal
 
-# What has finished is skipped, and what has failed is tried again next time. Reversed, PPO comes first.
+# Finished runs are skipped, and failed runs are tried again next time. In reverse order, PPO comes first.
 RUN = for file in $$(ls -r $(1)/*.yaml); do \
 	.venv/bin/python experiments/sweeps/run.py $$file --output $(2)/$$(basename $$file .yaml) || test $$? -eq 1 || exit; done
 
@@ -48,7 +48,7 @@ docs: .venv/installed
 	.venv/bin/python -m pip install -r docs/requirements.txt
 	.venv/bin/python -m docs.site
 	.venv/bin/zensical build --config-file build/mkdocs.yml --strict --clean
-	cd build/docs && find . -name '*.md' -exec cp --parents {} ../site ';'  # what llms.txt links to
+	cd build/docs && find . -name '*.md' -exec cp --parents {} ../site ';'  # the Markdown that llms.txt links to
 
 .venv/installed: requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed, this is " + sys.version.split()[0])'

@@ -1,6 +1,4 @@
-"""The page docs/flags.md: ``python -m docs.flags > docs/flags.md``, from the root of the
-repository.
-"""
+"""The page docs/flags.md. From the repository's root: ``python -m docs.flags > docs/flags.md``."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def page() -> str:
     groups = {name: groups_of(kind) for name, kind in kinds.items()}
     shared = groups["PPO"]
     parts = [HEAD]
-    parts += ["## Workers, their link, when they pull, and what", ""]
+    parts += ["## Workers, connections and pulls", ""]
     parts += [table(kinds, shared["workers"])]
     parts += ["## The run", "", table(kinds, shared["run"])]
     for name, kind in kinds.items():
@@ -45,7 +43,7 @@ def page() -> str:
 
 
 def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
-    """Return a table of these flags: what each does, and its default."""
+    """Return a table of these flags, with what each does and its default."""
     rows = [["flag", "what it does", "default"], ["---"] * 3]
     for flag in flags:
         texts = dict.fromkeys(text_of(kind, flag).replace("|", "\\|") for kind in kinds.values())
@@ -54,7 +52,7 @@ def table(kinds: dict[str, type], flags: Iterable[str]) -> str:
 
 
 def defaults(kinds: dict[str, type], flag: str) -> str:
-    """Return the default that most scripts have, and those of the others by their names."""
+    """Return the default of most scripts, and the other defaults with the scripts' names."""
     if flag == "exp_name":
         return "the script's name"
     values = {name: default(kind, flag) for name, kind in kinds.items()}
@@ -67,7 +65,7 @@ def defaults(kinds: dict[str, type], flag: str) -> str:
 
 
 def default(kind: type, flag: str) -> str:
-    """Return a script's default of a flag, empty if there is none."""
+    """Return a script's default of a flag, or an empty text if there is none."""
     value = getattr(kind(), flag)
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -1,1 +1,3 @@
-"""Experiments with their recipes and results: benchmarks, figures and sweeps; run from the root."""
+"""Experiments with their recipes and results: benchmarks, figures and sweeps. Run them from the
+root.
+"""

@@ -1,13 +1,14 @@
-"""Run every command of benchmarks/results.md, each once at a commit: `make results`.
+"""Run each command of benchmarks/results.md once at a commit: `make results`.
 
     python -m experiments.results --cleanrl path/to/cleanrl --venvs build/peers
     python -m experiments.results --only startup recovery
 
-What a command prints goes to `experiments/benchmarks/results/NAME.txt`, below the command itself,
-the commit, the processor and the date; its tables and plots go beside that. A command that has
+The output of a command goes to `experiments/benchmarks/results/NAME.txt`, below the command itself,
+the commit, the processor and the date. Its tables and plots go beside that file. A command that has
 finished at this commit is skipped, so an interrupted run goes on where it was. The commit is the
 last one that changed the runtime, the scripts, the benchmarks or the packages. Nothing else should
-run on the machine: most commands measure time. `pip install envpool stable-baselines3` first.
+run on the machine, because most commands measure time. Run `pip install envpool stable-baselines3`
+first.
 """
 
 import importlib.util
@@ -27,7 +28,7 @@ OUTPUT = ROOT / "experiments/benchmarks/results"
 CODE = ("clusterenv_runtime", "scripts", ":(glob)*.py", "experiments/benchmarks/**.py",
         "requirements.txt")  # fmt: skip
 BENCHMARK = "-m experiments.benchmarks"
-COMMANDS = {  # by name, mostly from short ones to long ones
+COMMANDS = {  # by name, roughly from short to long
     "collection": f"{BENCHMARK}.collection",
     "collection_cartpole": f"{BENCHMARK}.collection --env-id CartPole-v1",
     "rows": f"{BENCHMARK}.rows",
@@ -78,19 +79,21 @@ COMMANDS = {  # by name, mostly from short ones to long ones
     ),
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
 }
-PACKAGES = {"startup": "stable_baselines3", "peers": "envpool"}  # which these compare with
+PACKAGES = {"startup": "stable_baselines3", "peers": "envpool"}  # packages to compare with
 
 
 @dataclass
 class Args:
-    """What to run, and with what of other projects."""
+    """The commands to run, and the paths of other projects."""
 
     only: tuple[str, ...] = tuple(COMMANDS)
-    """names of what is to run"""
+    """names of the commands to run"""
     cleanrl: str = ""
-    """a clone of CleanRL; without it, what compares with its scripts is left out"""
+    """a clone of CleanRL; without it, the commands that need it are left out"""
     venvs: str = ""
-    """where the environments of other libraries are or come; without it, these are left out"""
+    """directory of other libraries' virtual environments; without it, the commands that need them
+    are left out
+    """
 
 
 def main() -> None:
@@ -110,17 +113,17 @@ def main() -> None:
 
 
 def measure(name: str, paths: dict[str, str]) -> str:
-    """Run a command, unless its result is there; return what became of it."""
+    """Run a command unless its result exists. Return the outcome."""
     command = COMMANDS[name]
     missing = [path for path, value in paths.items() if f"{{{path}}}" in command and not value]
     if missing:
-        return f"left out, for want of --{missing[0]}"
+        return f"left out: needs --{missing[0]}"
     if name in PACKAGES and not importlib.util.find_spec(PACKAGES[name]):
-        return f"left out, for want of the package {PACKAGES[name]}"
+        return f"left out: needs the package {PACKAGES[name]}"
     commit = commit_of_code()
     file = OUTPUT / f"{name}.txt"
     if file.exists() and f"commit {commit}," in file.read_text().split("\n\n")[0]:
-        return "is there"
+        return "already there"
     start = time.monotonic()
     folder = ROOT / "build/results" / commit
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +155,7 @@ def git(*arguments: str) -> str:
 
 
 def facts(commit: str, seconds: float) -> str:
-    """Return a line on where and when a command ran."""
+    """Return a line that says where and when a command ran."""
     known = here()
     python, torch = (known["versions"][name] for name in ("python", "torch"))
     where = f"{known['machine']}, Python {python}, torch {torch}"

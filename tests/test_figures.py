@@ -435,7 +435,7 @@ def test_runs_that_differ_in_more_than_their_rule_are_not_compared(paths):
     rows[3] = rows[3].replace("--sync_mode", "--num_steps=64 --sync_mode")
     table.write_text("\n".join([first, *rows]))
     with pytest.raises(
-        SystemExit, match="CartPole-v1 that cannot be compared, .* pull what: --num_steps=64"
+        SystemExit, match="CartPole-v1 that cannot be compared, .* pull and what: --num_steps=64"
     ):
         tasks.load(paths["--results"])
 

@@ -34,7 +34,7 @@ def test_a_command_runs_once_for_each_commit(repository, tmp_path):
     command, facts, nothing, printed, _ = (tmp_path / "fine.txt").read_text().split("\n")
     assert (command, nothing, printed) == ("$ python -c 'print(42)'", "", "42")
     assert facts.startswith(f"commit {results.commit_of_code()}, ") and "torch" in facts
-    assert results.measure("fine", {"cleanrl": ""}) == "is there"
+    assert results.measure("fine", {"cleanrl": ""}) == "already there"
     repository("two")
     assert results.measure("fine", {"cleanrl": ""}).endswith(" s")
     (tmp_path / "code.py").write_text("three")
@@ -42,7 +42,7 @@ def test_a_command_runs_once_for_each_commit(repository, tmp_path):
 
 
 def test_a_command_that_fails_or_lacks_a_path_leaves_no_result(repository, tmp_path):
-    assert results.measure("cleanrl", {"cleanrl": ""}) == "left out, for want of --cleanrl"
+    assert results.measure("cleanrl", {"cleanrl": ""}) == "left out: needs --cleanrl"
     assert results.measure("broken", {"cleanrl": ""}).startswith("failed after ")
     broken = tmp_path / "build/results" / results.commit_of_code() / "broken.txt"
     assert "ZeroDivisionError" in broken.read_text()

@@ -605,8 +605,8 @@ def test_a_sweep_that_is_asked_to_stop_stops_its_runs_first(number, write):
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143 and not any(map(alive, runs))
     assert errors.splitlines() == [
-        "stopping 2 runs, which may save; Ctrl-C again ends at once",
-        "error: interrupted; what has finished is kept, start again to go on",
+        "stopping 2 runs, which may save; a second Ctrl-C ends them now",
+        "error: interrupted; finished runs are kept, start again to go on",
     ]
     lines = command("sweep.yaml", "--list").stdout.splitlines()
     assert [line.split()[1] for line in lines] == ["open"] * 3

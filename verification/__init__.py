@@ -1,3 +1,1 @@
-"""Searches and simulations prove that head and workers keep their promises; see
-docs/verification.md.
-"""
+"""Searches and simulations that check the promises of head and workers: docs/verification.md."""

@@ -7,19 +7,19 @@ from . import model
 
 # For each bug: a piece of a line of model.py, and its replacement.
 BUGS = {
-    "a request stays when it is answered": (
+    "an answered request stays outstanding": (
         "requests = tuple(other for other in state.requests if other != request)",
         "requests = state.requests",
     ),
-    "a replacement is not asked what is outstanding": ("if request.worker == index:", "if False:"),
-    "a replacement is not told the policy's structure": ("if state.structure:", "if False:"),
-    "a replacement is believed to hold what its predecessor held": (
+    "a replacement gets no outstanding requests": ("if request.worker == index:", "if False:"),
+    "a replacement does not get the policy's structure": ("if state.structure:", "if False:"),
+    "a replacement is believed to hold its predecessor's weights": (
         "held=0, chain=(), behavior=0, measured=0, ",
         "",
     ),
     "messages of a former process are read": ("if process.number != worker.greeted:", "if False:"),
-    "whoever says hello is greeted": ("if worker.phase == STARTING else state", ""),
-    "a worker that pulls takes another structure only later": (
+    "a hello is accepted at any time": ("if worker.phase == STARTING else state", ""),
+    "a worker that pulls handles a new structure too late": (
         'if message[0] == "structure":',
         "if False:",
     ),
@@ -27,29 +27,29 @@ BUGS = {
         "structure=structure, held=0, chain=()",
         "structure=structure",
     ),
-    "the head believes so, too": (
+    "the head believes that a worker keeps its weights under another structure": (
         "worker = worker._replace(held=0, chain=(), behavior=0)\n",
         "pass\n",
     ),
-    "who pulls for nobody gets no weights": (
+    "a pull without an outstanding request gets no weights": (
         'case ("pull", held) if worker.phase in (BUILDING, READY):',
         'case ("pull", held) if any(request.worker == index for request in state.requests):',
     ),
-    "differences are from what is published, whatever a worker holds": (
+    "differences start from the previous version, whatever a worker holds": (
         "base, chain = worker.chain, ",
         "base, chain = (state.version - 1,), ",
     ),
-    "what came while weights were awaited is done in reverse": (
+    "messages that came during a pull are handled in reverse": (
         "process.later[0])",
         "process.later[-1])",
     ),
     "an interrupted call is not given up": ('if call in ("rollout", "step"):', "if False:"),
-    "the end of a lost episode is not told": (
+    "the end of a lost episode is not reported": (
         '"cut" if request.kind == "step" and worker.cut else ',
         "",
     ),
-    "nor if it is lost after the answer": ("cut=number != worker.number", "cut=False"),
-    "nobody is told that a worker is given up": (
+    "an episode lost after its step is not reported": ("cut=number != worker.number", "cut=False"),
+    "the user is not told that a worker is given up": (
         "requests=requests, error=True",
         "requests=requests",
     ),

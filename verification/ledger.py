@@ -1,5 +1,6 @@
-"""Environments whose every observation says where it comes from, and a ledger of the observations
-that the user has got.
+"""Environments with labeled observations, and a ledger of what the user has received.
+
+Each observation says where it comes from.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ world: World | None = None
 
 
 class WrongBatch(AssertionError):
-    """The user got something else than the environments did."""
+    """The user's results differ from what the environments did."""
 
 
 def length_of(life: int) -> int:
@@ -25,13 +26,14 @@ def length_of(life: int) -> int:
 
 
 def reward_of(row: int, life: int, step: int) -> float:
-    """Return the reward of the step that leads to this one."""
+    """Return the reward of the step that leads to this observation."""
     return row + life / 2**10 + step / 2**20
 
 
 class Labelled(gym.Env):
-    """Observes (row, number of the episode among all episodes, step). Its steps may take long, and
-    may raise.
+    """An environment that observes (row, number of the episode among all episodes, step).
+
+    Its steps may take long, and may raise.
     """
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
@@ -46,7 +48,7 @@ class Labelled(gym.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict]:
-        """Begin an episode that nobody has seen."""
+        """Begin a new episode."""
         super().reset(seed=seed)
         world.work(self.row)
         self.life, self.step_number = world.begin_episode(), 0
@@ -68,18 +70,16 @@ class Labelled(gym.Env):
 
 
 class Ledger:
-    """The user's last observation of each row. It checks whether the next observation follows from
-    it.
-    """
+    """The user's last observation of each row, and the check that the next one follows from it."""
 
     def __init__(self, num_envs: int) -> None:
-        # Episode and step, None before a reset.
+        # Episode and step; None if they are unknown, as before a reset.
         self._last: list[tuple[int, int] | None] = [None] * num_envs
         # The last observations before a call that may have had no effect.
         self._given_up = list(self._last)
-        # Whether the user has seen the end, and not the next episode.
+        # Whether the user has seen the episode's end, but not the next episode.
         self._ended = [False] * num_envs
-        self._seen: set[tuple[int, int]] = set()  # episodes and steps
+        self._seen: set[tuple[int, int]] = set()  # (episode, step)
 
     def reset(self, observations: np.ndarray) -> None:
         """Check the result of a reset of all environments."""
@@ -117,7 +117,7 @@ class Ledger:
                     rewards[row],
                     flags,
                 )
-                self._ended[row] = True  # the next episode begins
+                self._ended[row] = True  # the next episode follows
             else:
                 self._goes_on(row, observation, rewards[row], flags)
 
@@ -146,9 +146,7 @@ class Ledger:
                     self._begins(row, observation)
 
     def lose_track(self, rows: np.ndarray) -> None:
-        """Note that the user has given up a call, which these rows may have carried out all the
-        same.
-        """
+        """Note that the user has given up a call, which these rows may still have executed."""
         for row in rows:
             self._given_up[row] = self._last[row] or self._given_up[row]
             self._last[row], self._ended[row] = None, False
@@ -168,8 +166,9 @@ class Ledger:
         self._seen.add((life, 0))
 
     def _jumps(self, row: int, observation: np.ndarray) -> None:
-        """Check an observation that does not follow: an episode of another process, or one that was
-        given up.
+        """Check an observation that does not follow from the last one.
+
+        It belongs to another process's episode, or follows a call that was given up.
         """
         number, life, step = observation.astype(int).tolist()
         last, is_old = (

@@ -1,4 +1,4 @@
-"""Messages of a worker that goes wrong."""
+"""The wrong messages of a faulty worker."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def lie_instead_of(
     frames: list[bytes],
     asked: set[int | None],
 ) -> tuple[str, list[list[bytes]]]:
-    """Return the kind of a lie, and messages that no worker may send, in place of one. Each message
-    is a list of frames.
+    """Return the kind of a lie, and the messages that replace a message, each a list of frames.
 
-    No lie answers the requests in ``asked``: their answers may be what the environments say.
+    No worker may send these messages. No lie answers the requests in ``asked``, because an honest
+    response to them could be the same.
     """
-    # No lie leaves a worker silent for good: nobody can tell that from a long step.
+    # No lie leaves a worker silent for good: the head cannot tell that from a long step.
     kinds = ["garbage", "pulls"] + ["twice", "others"] * (seq is not None)
     kinds += ["empty"] * (not isinstance(message, protocol.Pull))
     kinds += ["short", "fewer"] * (len(frames) > 1)
@@ -29,7 +29,7 @@ def lie_instead_of(
             return kind, [[b"\xc1", *frames[1:]]]
         case "twice":
             return kind, [frames, frames]
-        case "others":  # answers to other requests, besides its own
+        case "others":  # responses to other requests, besides its own
             others = {seq + 1, seq - 1} - asked
             return kind, [
                 *([protocol.encode((other, message)), *frames[1:]] for other in sorted(others)),

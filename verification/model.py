@@ -1,14 +1,15 @@
 """The protocol between a head and its workers, as rules over an abstract state.
 
-Each rule is one possible event: a message is read, a process dies, the user calls a method.
+Each rule is a possible event: a message is read, a process dies, the user calls a method.
 `Model.successors` returns all events that can happen in a state. `verification.search` tries every
 order of them. The model leaves out time (an event with a deadline may happen at once, or late), the
 content of observations, and the rounding of weights.
 
-Besides the checks of `search`, the model checks these. The head sends no process weights that it
-cannot use, and the process holds the weights that the head believes it holds. Each request is
-answered once, in turn, by the process that was asked, with weights of the right structure. The user
-learns of each episode that was lost, and of no other. In the end nothing is left over.
+In addition to the checks of `search`, the model checks the following. The head sends no process
+weights that the process cannot use, and a process holds the weights that the head believes it
+holds. Each request is answered once, in turn, by the process that was asked, with weights of the
+right structure. The user learns of each lost episode, and of no other. In the end nothing is left
+over.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ Event = tuple[Any, ...]  # an event, in words and values
 
 
 def reads(process: Process, message: tuple) -> Process:
-    """Take a message from the head: handle it now, or later, if the process waits for weights."""
+    """Take a message from the head. Handle it now, or later if the process waits for weights."""
     if process.stage != "pulling":
         return does(process._replace(stage="idle"), message)
-    if message[0] == "structure":  # the weights to come belong to it
+    if message[0] == "structure":  # the next weights belong to it
         return does(process, message)
     if message[0] != "weights":
         return process._replace(later=(*process.later, message))
@@ -77,7 +78,7 @@ def acts(process: Process, request: Request) -> Process:
 
 
 class Model:
-    """The rules.
+    """The rules of the protocol.
 
     Args:
         num_workers: the number of workers at the head.
@@ -96,8 +97,9 @@ class Model:
         self.first = State((Worker(),) * num_workers, processes, tuple(calls.items()), faults)
 
     def successors(self, state: State) -> Iterator[tuple[Event, State, bool]]:
-        """Yield each event that can happen, the state after it, and whether it is bad luck, which
-        need not happen.
+        """Yield each possible event, the state after it, and whether it is bad luck.
+
+        Bad luck need not happen.
         """
         if state.over:
             return
@@ -143,7 +145,7 @@ class Model:
 
     # The head's rules.
     def head_reads(self, state: State, process: Process, message: tuple) -> State:
-        """Handle one message of a process."""
+        """Handle one message from a process."""
         index, worker = process.worker, state.workers[process.worker]
         if message[0] == "hello":
             return self.greet(state, process) if worker.phase == STARTING else state
@@ -170,7 +172,7 @@ class Model:
         return state
 
     def greet(self, state: State, process: Process) -> State:
-        """Tell a process all that makes it this worker, and then the outstanding requests."""
+        """Send a process its worker's setup, the policy's structure, and outstanding requests."""
         index = process.worker
         worker = state.workers[index]._replace(phase=BUILDING, greeted=process.number)
         state = state.with_worker(index, worker).post(index, ("setup",))
@@ -182,14 +184,13 @@ class Model:
         return state
 
     def order(self, worker: Worker, request: Request) -> tuple:
-        """Return the message of this request. For a lost episode it asks for the episode's end
-        instead of a step.
-        """
+        """Return a request's message. For a lost episode, it asks for the end instead of a step."""
         return ("cut" if request.kind == "step" and worker.cut else request.kind, request)
 
     def look_after(self, state: State, index: int, worker: Worker) -> State | None:
-        """Take a worker whose process or link is gone one step further; return None if there is
-        nothing to do.
+        """Take a worker whose process or link is gone one step further.
+
+        Return None if there is nothing to do.
         """
         living = {
             each.number for each in state.processes if each.worker == index and each.stage != "dead"
@@ -199,7 +200,7 @@ class Model:
                 return None
             return state.with_worker(index, worker._replace(phase=LOST))
         if worker.phase == LOST:
-            processes = (  # messages that they have sent may still come
+            processes = (  # messages that a dead process has sent may still arrive
                 each.dead() if (each.worker, each.number) == (index, worker.number) else each
                 for each in state.processes
             )
@@ -207,7 +208,7 @@ class Model:
         return self.replace(state, index, worker) if worker.phase == KILLED else None
 
     def replace(self, state: State, index: int, worker: Worker) -> State:
-        """Start another process in place of one that is gone, unless too many were lost."""
+        """Start a replacement of a lost process, unless too many were lost."""
         if worker.losses == self.max_restarts:
             return self.end(state, index)
         worker = worker._replace(
@@ -219,7 +220,7 @@ class Model:
         )
 
     def end(self, state: State, index: int) -> State:
-        """Give a worker up: nobody waits for it any more, and the user is told."""
+        """Give a worker up. Its requests are dropped, and the user gets an error."""
         state = state.with_worker(index, state.workers[index]._replace(phase=ENDED))
         requests = tuple(request for request in state.requests if request.worker != index)
         return state._replace(requests=requests, error=True)
@@ -257,9 +258,7 @@ class Model:
     def returns(
         self, state: State, call: str, awaited: Sequence[int]
     ) -> Iterator[tuple[Event, State]]:
-        """Yield the return of a call, if it has its results: weights of workers, or answers by
-        their seqs.
-        """
+        """Yield the return of a call that has its results: workers' weights, or responses to it."""
         if call == "send":
             lack = any(
                 state.workers[i].phase == READY and state.workers[i].held != state.version
@@ -277,7 +276,7 @@ class Model:
             yield (call, "returns"), state._replace(waiting=())
 
     def sends(self, state: State) -> Iterator[tuple[Event, State]]:
-        """Yield the results of asking one worker to collect, for each divergence."""
+        """Yield the results of asking each worker to collect, diverged or not."""
         for index in range(len(state.workers)):
             is_busy = any(
                 request.worker == index
@@ -293,7 +292,7 @@ class Model:
                 yield ("user calls send", index, diverged), asked
 
     def publish(self, state: State, structure: int) -> State:
-        """Make other weights the next version, and measure how far the workers are from them."""
+        """Make other weights the next version, and measure the workers' divergence from them."""
         changed, workers = structure != state.structure, []
         for worker in state.workers:
             if changed:
@@ -307,7 +306,7 @@ class Model:
     def ask(
         self, state: State, indices: Sequence[int], kind: str, diverged: bool
     ) -> tuple[State, tuple[int, ...]]:
-        """Send a request to workers, in this order; return the seqs, too."""
+        """Send a request to each of these workers, in order. Return the state and the seqs."""
         seqs = tuple(range(state.seq + 1, state.seq + 1 + len(indices)))
         diverged = diverged or not any(state.workers[index].measured for index in indices)
         for seq, index in zip(seqs, indices, strict=True):
@@ -321,7 +320,7 @@ class Model:
         return state, seqs
 
     def give_up(self, state: State) -> State:
-        """End the current call by an exception. Its requests remain outstanding."""
+        """End the current call by an exception. Requests of `send` remain outstanding."""
         call, seqs = state.waiting
         if call in ("rollout", "step"):
             requests = tuple(request for request in state.requests if request.seq not in seqs)
@@ -330,7 +329,7 @@ class Model:
         return state._replace(waiting=())
 
     def take(self, state: State, answer: tuple) -> State:
-        """Give an answer to the user, and check that it belongs to the request."""
+        """Give a response to the user, and check that it belongs to the request."""
         request, message, number, greeted = answer
         worker = state.workers[request.worker]
         if message[0] == "part":

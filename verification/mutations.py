@@ -1,8 +1,8 @@
-"""Puts mistakes into the runtime, one after another, and lets `verification.simulate` find them.
+"""Mistakes that are put into the runtime, one at a time, for `verification.simulate` to find.
 
     python -m verification.mutations
 
-Each mistake goes into a copy of the code, in a directory of its own.
+Each mistake goes into a copy of the code, in its own directory.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# For each mistake: the file, a piece of it, and its replacement. Some of them were once there.
+# For each mistake: the file, a piece of it, and its replacement. Some were once in the runtime.
 MUTATIONS = {
-    "until d016c55: what a wait has posted is left unsent": (
+    "until d016c55: messages that a wait has posted are left unsent": (
         "head/pool.py",
         "if self._messenger.outbox:  # weights, for example, that a worker waits for",
         "if False:",
@@ -25,52 +25,52 @@ MUTATIONS = {
         "        _under_way = interrupt\n",
         "",
     ),
-    "until 851c8d7: who pulls before anything is published ends the run": (
+    "until 851c8d7: a pull before the first publication ends the run": (
         "head/worker.py",
         "return may and 0 <= held < published",
         "return True",
     ),
-    "what a lost worker held is believed of its replacement": (
+    "a replacement is believed to hold its predecessor's weights": (
         "head/recovery.py",
         "worker.copy.forget()",
         "pass",
     ),
-    "a replacement is not asked what is outstanding": (
+    "a replacement gets no outstanding requests": (
         "head/messenger.py",
         "self.recovery.orders(worker, self.requests.of(worker))",
         "self.recovery.orders(worker, [])",
     ),
-    "a replacement is not told the policy's structure": (
+    "a replacement does not get the policy's structure": (
         "head/recovery.py",
         "if self._store.structure:",
         "if False:",
     ),
-    "the end of a lost episode is not told": (
+    "the end of a lost episode is not reported": (
         "head/recovery.py",
         "            worker.episodes.lost()\n",
         "",
     ),
-    "until 8cddea0: nor if it is lost after the answer to a step": (
+    "until 8cddea0: an episode lost after the response to a step is not reported": (
         "head/stepping.py",
         "for worker in self._lost:",
         "for worker in []:",
     ),
-    "nor if it is lost after the answer to a request to act": (
+    "an episode lost after the response to a rollout's request is not reported": (
         "head/collect.py",
         "            worker.episodes.lost()",
         "            pass",
     ),
-    "a worker that is given up is still waited for": (
+    "the head still waits for a worker that is given up": (
         "head/pool.py",
         "                self._requests.forget_worker(worker)\n                raise",
         "                raise",
     ),
-    "what a worker says after a wrong answer is believed": (
+    "messages after a wrong response are believed": (
         "head/supervisor.py",
         "worker.process.is_refused = True",
         "pass",
     ),
-    "a worker answers for another": (
+    "a worker responds for another": (
         "head/messenger.py",
         "case _ if seq not in worker.process.asked:",
         "case _ if False:",
@@ -80,22 +80,22 @@ MUTATIONS = {
         "            self._requests.forget(seqs)\n            raise",
         "            raise",
     ),
-    "late and duplicate answers are kept": (
+    "late and duplicate responses are kept": (
         "head/requests.py",
         "request = self.outstanding.pop(seq)\n",
         "request = self.outstanding[seq]\n",
     ),
-    "who pulls for a request that was given up gets no weights": (
+    "a pull for a request that was given up gets no weights": (
         "head/messenger.py",
         "if process.state in CONNECTED:\n            weights",
         "if process.state in CONNECTED and seq in self.requests.outstanding:\n            weights",
     ),
-    "a worker that pulls takes another structure only later": (
+    "a worker that pulls handles a new structure too late": (
         "worker/worker.py",
         "if isinstance(message, Structure):",
         "if False:",
     ),
-    "what came while weights were awaited is done in reverse": (
+    "messages that came during a pull are handled in reverse": (
         "worker/worker.py",
         "self._later.popleft()",
         "self._later.pop()",
@@ -105,7 +105,7 @@ MUTATIONS = {
         "self._pool.forget([seq])",
         "pass",
     ),
-    "weights are of the version before": (
+    "weights are those of the previous version": (
         "policy/versions.py",
         "self._weights = weights",
         "self._weights = self._weights or weights",
@@ -116,12 +116,12 @@ MUTATIONS = {
         "held = [each.weights for each in self._copies]\n"
         "            self._updates |= dict.fromkeys(held, self._encode(copy))",
     ),
-    "a worker says what it likes about its version": (
+    "a worker may report any version": (
         "head/responses.py",
         "if not policy.since <= response.version <= published.version:",
         "if False:",
     ),
-    "what is no message is dropped, and its sender kept": (
+    "an invalid message is dropped, but its sender is kept": (
         "head/messenger.py",
         'self._refuse(worker, f"it sent {message}")',
         "pass",
@@ -131,7 +131,7 @@ MUTATIONS = {
         "starts = self._lengths == 0",
         "starts = self._lengths < 0",
     ),
-    "final observations of several chunks stay in the order of these": (
+    "final observations of several chunks stay in the order of the chunks": (
         "rollout.py",
         "if len(parts) > 1:",
         "if counted and len(parts) > 1:",
@@ -145,7 +145,7 @@ MUTATIONS = {
 
 
 def find(name: str, schedules: int) -> tuple[bool, str]:
-    """Return whether this many schedules find a mistake, and the last lines of the output."""
+    """Return whether this many schedules find a mistake, and a line of the output that shows it."""
     file, old, new = MUTATIONS[name]
     with tempfile.TemporaryDirectory() as directory:
         for package in ("clusterenv_runtime", "verification"):
@@ -181,7 +181,7 @@ def main() -> None:
         description="Put mistakes into the runtime, and let the simulation find them."
     )
     parser.add_argument(
-        "--schedules", type=int, default=12000, help="how many it may take to find one"
+        "--schedules", type=int, default=12000, help="maximum number of schedules per mistake"
     )
     args = parser.parse_args()
     missed = 0

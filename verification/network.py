@@ -1,4 +1,4 @@
-"""The head's side of a simulated world: it replaces the head's transport and launcher."""
+"""The head's side of a simulated world, in place of the head's transport and launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Network:
     def exchange(
         self, outbox: Iterable[Outgoing], seconds: float | None
     ) -> tuple[list[Received], list[bytes]]:
-        """As `Transport.exchange`; time passes while it waits."""
+        """Do as `Transport.exchange`. Simulated time passes while it waits."""
         world, closed = self._world, []
         for out in outbox:
             process = world.processes[out.identity]
@@ -35,7 +35,7 @@ class Network:
                 )
         if seconds is None:
             return [], closed
-        # At least a thousandth of a second goes by, as the head works, too.
+        # At least a millisecond passes, because the head's own work takes time, too.
         world.run(world.now + max(0 if closed else seconds, 0.001), lambda: world.arrived)
         received, world.arrived = world.arrived, []
         return received, closed
@@ -64,7 +64,7 @@ class Processes(Launcher):
         self._world, self._started, self.of = world, [], dict[int, Process]()
 
     def start_worker(self, index: int) -> None:
-        """Start a process. That takes some time, or too long."""
+        """Start a process, which takes some time, or too long."""
         world = self._world
         self._started.append(index)
         process = self.of[index] = Process(world, index, self._started.count(index))

@@ -1,4 +1,4 @@
-"""The policy of a schedule: small, and of several structures."""
+"""The policy of a schedule, which is small and has several structures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .ledger import Labelled
 
 
 class Net(nn.Module):
-    """Logits of two actions. Its unused parts change its structure."""
+    """A network with the logits of two actions.
+
+    Its unused weights change its structure.
+    """
 
     def __init__(self, unused: int) -> None:
         super().__init__()
@@ -29,8 +32,9 @@ class Net(nn.Module):
 
 @functools.cache
 def probed(num_weights: int) -> Probed:
-    """Return the result of trying a policy of this size. It is always the same, and computing it
-    would be a fifth of all work.
+    """Return the result of probing a policy of this size.
+
+    The result is always the same. Without the cache, probing would take a fifth of all the time.
     """
     policy = CategoricalPolicy(Net(num_weights // 2 - 3))
     return probe(policy, Labelled.observation_space, Labelled.action_space, None)

@@ -27,14 +27,14 @@ class Schedule(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed, SILENCE_S)
         draw = self.random
-        self.lives: dict[int, str] = {}  # which process began which episode
-        # The numbers of the arriving messages after which a fault comes.
+        self.lives: dict[int, str] = {}  # {episode: the process that began it}
+        # The numbers of the arriving messages after which a fault follows.
         self._faults = sorted(draw.sample(range(80), draw.choice((0, 1, 1, 2, 2, 3, 5))))
         self._arrivals = 0
-        # Which step of an environment raises.
+        # The number of the step or reset that raises; None for none.
         self.raises_at = draw.randrange(200) if draw.random() < 0.1 else None
         self._steps = 0
-        self.slowness = draw.choice((0.0, 0.0, 0.1, 0.5))  # how often a step takes long
+        self.slowness = draw.choice((0.0, 0.0, 0.1, 0.5))  # the share of steps that take long
         self.num_workers = draw.randint(1, 3)
         self.num_envs = self.num_workers + draw.randint(0, 2)
         self.options = {
@@ -51,7 +51,7 @@ class Schedule(World):
         return len(self.lives)
 
     def work(self, row: int) -> None:
-        """Take the time of a step of an environment, or raise."""
+        """Take the time of an environment's step or reset, or raise."""
         if self.running is None:
             return
         self._steps += 1
@@ -62,7 +62,7 @@ class Schedule(World):
             self.running.sleep(self.random.choice((0.01, 0.3, 3.0)))
 
     def message_arrives(self) -> None:
-        """Let a fault happen, if its time has come."""
+        """Let a fault happen if its time has come."""
         self._arrivals += 1
         if self._faults and self._arrivals > self._faults[0]:
             del self._faults[0]
@@ -75,7 +75,7 @@ class Schedule(World):
                 )
 
     def strike(self, process: Process) -> None:
-        """Do something to a process."""
+        """Let a random fault happen to a process."""
         draw, seconds = self.random, self.random.choice((0.1, 1.0, 3.0))
         kind = draw.choice(("die", "die", "cut", "stop", "survive", "lie", "flood"))
         if kind == "die":

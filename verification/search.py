@@ -1,11 +1,11 @@
-"""Goes through every state that the model of the protocol can reach.
+"""A search of all states that the model of the protocol can reach.
 
     python -m verification.search                 # about a minute
     python -m verification.search --large         # more states: two minutes, and 3 GB of memory
     python -m verification.search --bugs          # finds bugs that it puts into the model
 
-Besides the model's own checks, it checks that from every state the run can come to its end without
-further luck, good or bad. So there is no deadlock, and nobody waits forever.
+In addition to the model's own checks, this checks that from every state the run can come to its end
+without further luck, good or bad. So there is no deadlock, and nobody waits forever.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from .model import Event, Model
 from .state import Violation
 
 MAX_RESTARTS = 1
-# The events that may happen, in any order: calls of the user, and the number of faults. Then the
-# number of states that they make.
+# The events that may happen, in any order: the user's calls, and the number of faults. Then the
+# number of states that result.
 PROGRAMS = [
     ({"publish": 1, "structure": 1, "send": 2}, 1, 623_400),
     ({"publish": 2, "rollout": 2, "interrupt": 1}, 1, 165_282),
@@ -42,19 +42,19 @@ class Result(NamedTuple):
     transitions: int
     seconds: float
     problem: str  # empty for none
-    events: list[Event]  # the events that lead there
+    events: list[Event]  # the events that lead to the problem
 
 
 def search(model: Model) -> Result:
-    """Visit every reachable state, nearest first, until one breaks a rule; then find dead ends."""
+    """Visit every reachable state, nearest first, until one breaks a rule. Then find dead ends."""
     start, transitions = time.perf_counter(), 0
     numbers, states = {model.first: 0}, [model.first]
-    # For each state, the state and the event from which it was reached first.
+    # For each state, the state and the event from which it was first reached.
     parents, events = (
         array("l", [-1]),
         list[Event]([()]),
     )
-    sources, targets = array("l"), array("l")  # of all steps without bad luck
+    sources, targets = array("l"), array("l")  # of all transitions without bad luck
 
     def result(problem: str = "", last: int = 0) -> Result:
         path = []
@@ -100,8 +100,9 @@ def first_without_way(is_end: list[bool], sources: array, targets: array) -> int
 
 
 def find(bug: str) -> Result:
-    """Search the model with a bug in it, in one setting after another until it is found; return the
-    last result.
+    """Search the model with a bug, in one setting after another until the bug is found.
+
+    Return the last result.
     """
     for calls, faults in SMALL:
         result = search(model_with(bug)(1, calls, faults, MAX_RESTARTS))
@@ -112,9 +113,9 @@ def find(bug: str) -> Result:
 
 def main():
     parser = argparse.ArgumentParser(description="Search all states of the protocol's model.")
-    parser.add_argument("--large", action="store_true", help="more calls")
+    parser.add_argument("--large", action="store_true", help="search more states")
     parser.add_argument(
-        "--bugs", action="store_true", help="put bugs into the model, which it must find"
+        "--bugs", action="store_true", help="put bugs into the model, and find them"
     )
     args = parser.parse_args()
     failed = False

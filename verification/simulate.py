@@ -1,13 +1,11 @@
-"""The real head and the real workers in a simulated world, through one random schedule after
-another.
+"""The real head and the real workers in a simulated world, through random schedules.
 
     python -m verification.simulate --schedules 10000
     python -m verification.simulate --seed 123 --trace     # one of them again, with its events
 
-In a schedule a user makes random calls, and processes die, hang and are cut off. A seed decides all
-of it. The user must get exactly the steps of the environments, each once and in order. Whoever
-waits must get an answer or an error. A worker must hold the weights that the head believes it
-holds.
+In a schedule, a user makes random calls, and processes die, hang and are cut off. A seed decides
+all of it. The user must get exactly the steps of the environments, each once and in order. Every
+call must return or raise an error. A worker must hold the weights that the head believes it holds.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ STARTUP_S = 5.0
 
 
 def run(seed: int, trace: bool = False) -> list[str]:
-    """Go through a schedule; return its trace, if it is to be traced.
+    """Run a schedule. Return its trace, which is empty without ``trace``.
 
     Raises:
         AssertionError: a check failed.
@@ -88,11 +86,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Put the head and its workers through random schedules."
     )
-    parser.add_argument("--schedules", type=int, default=1000, help="how many, from --first on")
+    parser.add_argument("--schedules", type=int, default=1000, help="number of schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seed", type=int, help="only this one")
-    parser.add_argument("--until-failure", action="store_true", help="stop at the first that fails")
-    parser.add_argument("--trace", action="store_true", help="print what happens")
+    parser.add_argument("--seed", type=int, help="run only the schedule of this seed")
+    parser.add_argument("--until-failure", action="store_true", help="stop at the first failure")
+    parser.add_argument("--trace", action="store_true", help="print the events")
     args = parser.parse_args()
     logging.disable()
     gym.logger.min_level = 100
@@ -126,7 +124,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Classes of this module travel by its name, the same in each schedule.
+    # Pickle finds classes by this module's name, which must be the same in each schedule.
     from verification import (
         simulate,
     )

@@ -1,5 +1,4 @@
-"""The state of the rules in `verification.model`: a head, its workers, and the messages between
-them.
+"""The state of `verification.model`: a head, its workers, and the messages between them.
 
 All of it is immutable. A message is a tuple of its kind and its fields, as in
 `clusterenv_runtime.wire.protocol`.
@@ -31,7 +30,7 @@ class Request(NamedTuple):
     worker: int
     kind: str  # "collect" or "step"
     version: int = 0  # the published version at the time of the request
-    behavior: int = 0  # the version that the divergence belongs to; 0 if it is unknown
+    behavior: int = 0  # the version whose divergence was measured; 0 if unknown
     diverged: bool = False  # whether the divergence is above the threshold
     structure: int = 0  # the policy's structure at the time of the request
 
@@ -40,15 +39,15 @@ class Worker(NamedTuple):
     """A worker, as the head knows it."""
 
     phase: str = STARTING
-    number: int = 1  # of the process that was started last
-    greeted: int = 0  # of the process that said hello; 0 for none
-    losses: int = 0  # of processes in a row
-    held: int = 0  # the version that the head sent it last
-    # The versions of the differences that made the weights which it holds.
+    number: int = 1  # number of the process that was started last
+    greeted: int = 0  # number of the process that said hello; 0 for none
+    losses: int = 0  # number of processes lost in a row
+    held: int = 0  # the version that the head has sent last
+    # The versions whose differences make up the held weights.
     chain: tuple[int, ...] = ()
-    behavior: int = 0  # the version that its last message acted on
+    behavior: int = 0  # the version that acted for its last response
     measured: int = 0  # the version whose divergence is known
-    cut: bool = False  # whether its episodes are lost, and the user does not know
+    cut: bool = False  # whether its episodes are lost, and the user does not know it yet
     seen: int = 0  # the process whose episodes the user has seen last
 
 
@@ -57,28 +56,30 @@ class Process(NamedTuple):
 
     worker: int
     number: int
-    stage: str = "new"  # then "idle" or "pulling", and in the end "dead"
+    stage: str = "new"  # later "idle" or "pulling", and in the end "dead"
     held: int = 0
     chain: tuple[int, ...] = ()
     structure: int = 0
-    last: int = 0  # the seq of the request that it has begun last
+    last: int = 0  # the seq of the request that it began last
     request: Request | None = None  # the request for which it pulls
     later: tuple = ()  # messages that came during a pull
-    down: tuple = ()  # from the head
-    up: tuple = (("hello",),)  # to the head
+    down: tuple = ()  # messages from the head
+    up: tuple = (("hello",),)  # messages to the head
 
     def says(self, *message: Any) -> Process:
         """Return the process after it has sent a message."""
         return self._replace(up=(*self.up, message))
 
     def dead(self) -> Process:
-        """Return the rest of a process that has died: the messages that it has sent."""
+        """Return the process after its death, which leaves only the messages that it has sent."""
         return Process(self.worker, self.number, "dead", up=self.up)
 
 
 class State(NamedTuple):
-    """The whole state, with the user's remaining calls and the remaining faults, so that it comes
-    to an end.
+    """The whole state.
+
+    It includes the user's remaining calls and the remaining faults, so that every run comes to an
+    end.
     """
 
     workers: tuple[Worker, ...]
@@ -86,14 +87,14 @@ class State(NamedTuple):
     calls: tuple[tuple[str, int], ...]  # how often the user may still make each call
     faults: int  # how many faults may still happen
     requests: tuple[Request, ...] = ()  # outstanding, oldest first
-    answers: tuple = ()  # not taken yet: (request, message, worker's number, greeted)
-    # the user's current call: its kind and the results that it waits for; () for none
+    answers: tuple = ()  # responses not taken yet: (request, message, worker's number, greeted)
+    # The user's current call: its kind, and the results that it waits for; () for none.
     waiting: tuple = ()
     # The seqs of the requests of `send` whose results the user has not received, oldest first.
     granted: tuple[int, ...] = ()
-    structures: tuple[int, ...] = ()  # of the policy in each published version
-    seq: int = 0  # of the last request
-    error: bool = False  # whether an error is to be raised
+    structures: tuple[int, ...] = ()  # the policy's structure in each published version
+    seq: int = 0  # the seq of the last request
+    error: bool = False  # whether the user must get an error
     over: bool = False
 
     @property
@@ -103,7 +104,7 @@ class State(NamedTuple):
 
     @property
     def structure(self) -> int:
-        """That version's structure."""
+        """The structure of the last published version; 0 for none."""
         return self.structures[-1] if self.structures else 0
 
     def with_worker(self, index: int, worker: Worker) -> State:
@@ -119,9 +120,7 @@ class State(NamedTuple):
         )
 
     def post(self, index: int, message: tuple) -> State:
-        """Return the state after the head has sent a message to a worker, if there is a process
-        that listens.
-        """
+        """Return the state after the head has sent a message to a worker, if a process listens."""
         worker = self.workers[index]
         if worker.phase not in (BUILDING, READY):
             return self
@@ -136,9 +135,7 @@ class State(NamedTuple):
         )
 
     def after(self, call: str) -> State | None:
-        """Return the state in which the user has one such call fewer, or None if there was none
-        left.
-        """
+        """Return the state with one such call fewer left to the user, or None if none was left."""
         if not dict(self.calls).get(call):
             return None
         return self._replace(

@@ -1,13 +1,12 @@
-"""Changes one place of the runtime or of a script after another, and prints the changes that no
-test notices.
+"""Mutation tests of the runtime and of scripts, which print the changes that no test notices.
 
     python -m verification.survivors policy/sync.py wire/codec.py   # minutes to hours; resumes
     python -m verification.survivors ppo_clusterenv.py --since HEAD~3    # only lines changed since
 
 Each change goes into a copy of the project, in which the tests of that file run until one fails. A
 surviving change means that a test is missing, or that the change does not matter: `survivors.txt`
-lists those, and says why. In a script, only its computation is changed: its advantages, its loss or
-target, its replay buffer, and its training loop as far as the logs.
+lists the latter, and says why. In a script, only its computation is changed: its advantages, its
+loss or target, its replay buffer, and its training loop as far as the logs.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import gymnasium  # noqa: F401  what most tests import, and what takes most of the time of a short one
+import gymnasium  # noqa: F401  imported here once, because it takes most of a short test's time
 import hypothesis  # noqa: F401
 import pytest
 import torch  # noqa: F401
@@ -39,7 +38,7 @@ import zmq  # noqa: F401
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).with_name("survivors.txt")
 SCHEDULES = "test_verification.py::test_no_schedule_breaks_the_runtime"
-# The tests of each file, those that fail soonest first.
+# The tests of each file, with the ones that fail soonest first.
 TESTS = {
     "head/responses.py": ["test_parts.py", SCHEDULES],
     "wire/buffers.py": ["test_protocol.py", "test_parts.py"],
@@ -91,15 +90,15 @@ TESTS = {
     "script/checkpoint.py": ["test_checkpoint.py", "test_forged_states.py", "test_arguments.py",
         "test_resume.py"],
 }  # fmt: skip
-# The parts of a script that are changed: these functions and classes, and its loop from the first
-# of these lines to the last.
+# The parts of a script that are changed: these functions and classes, and its loop between the
+# lines of LOOP.
 COMPUTE = {
     "compute_gae", "compute_vtrace", "normalize", "ppo_loss", "update", "get_states", "get_hidden",
     "get_action_and_value", "get_value", "ReplayBuffer", "compute_td_target", "td_loss",
     "linear_schedule", "explore", "get_action", "compute_next_q_value", "q_loss", "pi_loss",
     "actor_loss", "alpha_loss", "update_q", "update_actor",
 }  # fmt: skip
-# SAC's begins with its networks, which have targets, and alpha.
+# SAC's begins earlier, where it makes its networks, their targets, and alpha.
 STARTS = "    actor, policy =", "    with run.training("
 LOOP = STARTS, "            # TRY NOT TO MODIFY: record rewards"
 FOLDERS = ROOT, ROOT / "scripts"
@@ -107,7 +106,7 @@ SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.glob("*_clusterenv.py")
 )
 for script in SCRIPTS:
-    # The tests of this script, and those that are of no single script.
+    # The tests of this script, and those that belong to no single script.
     files = ["sac"] * ("sac" in script) + ["formulas", "training", "not_finite", "resuming"]
     names = [f"algorithms/test_{file}.py" for file in files]
     TESTS[script] = [*names, "-k", f"{Path(script).stem} or not clusterenv"]
@@ -121,7 +120,7 @@ SWAPS = {
 
 
 def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Return each piece of a file that may be changed, and its replacement."""
+    """Yield each piece of a file that may be changed, and its replacement."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare(ops=[op]) if type(op) in SWAPS:
@@ -156,9 +155,7 @@ def changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def formula_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Return further changes, for formulas: signs, extremes, and values that take another one's
-    place.
-    """
+    """Yield further changes, for formulas: signs, extremes, and left-out assignments."""
     stored = Counter(
         node.id
         for node in ast.walk(tree)
@@ -178,13 +175,13 @@ def formula_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def mutants(text: str, has_formulas: bool = False) -> Iterator[tuple[str, str, int]]:
-    """Return the description of each change, the text with it, and its line."""
+    """Yield each change's description, the text with the change, and its line."""
     tree, lines = ast.parse(text), text.encode().splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
     skips = [
         getattr(node, name, None) for node in ast.walk(tree) for name in ("annotation", "returns")
     ]
-    # Of `zip`.
+    # The `strict` of `zip`.
     skips += [
         node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "strict"
     ]
@@ -210,12 +207,12 @@ def mutants(text: str, has_formulas: bool = False) -> Iterator[tuple[str, str, i
 
 
 def path_of(file: str) -> Path:
-    """Return where a file lies in the project."""
+    """Return the path of a file in the project."""
     return Path(file) if file in SCRIPTS else Path("clusterenv_runtime", file)
 
 
 def computing_lines(text: str) -> set[int]:
-    """Return the lines of a script, counted from 1, in which it computes what it learns."""
+    """Return the numbers, from 1, of the lines of a script that compute what it learns."""
     lines = text.splitlines()
     first, last = (
         next(number for number, line in enumerate(lines, 1) if line.startswith(mark))
@@ -229,7 +226,7 @@ def computing_lines(text: str) -> set[int]:
 
 
 def changed_lines(path: Path, revision: str) -> set[int]:
-    """Return the lines of a file, counted from 1, that were changed since a revision."""
+    """Return the numbers, from 1, of a file's lines that were changed since a revision."""
     command = ["git", "diff", "--unified=0", revision, "--", str(path)]
     difference = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
@@ -241,7 +238,7 @@ def changed_lines(path: Path, revision: str) -> set[int]:
 
 
 def passes(directory: Path, file: str, seconds: float | None = None) -> bool:
-    """Say whether all tests of a file pass in a copy of the project within some time."""
+    """Return whether all tests of a file pass in a copy of the project within ``seconds``."""
     if (pid := os.fork()) == 0:
         _test(directory, [f"tests/{name}" if ".py" in name else name for name in TESTS[file]])
     process = os.pidfd_open(pid)
@@ -257,14 +254,14 @@ def passes(directory: Path, file: str, seconds: float | None = None) -> bool:
 
 
 def _test(directory: Path, tests: list[str]) -> None:
-    """Run these tests, in a process of their own, and end it."""
+    """Run these tests in this forked process, and end the process."""
     code = 1
     try:
         os.setsid()
         os.chdir(directory)
         sys.path[0] = str(directory)
         for name in [name for name in sys.modules if name.partition(".")[0] == "verification"]:
-            del sys.modules[name]  # they belong to the project, and not to its copy
+            del sys.modules[name]  # these belong to the project, and not to its copy
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
@@ -275,7 +272,7 @@ def _test(directory: Path, tests: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Say which changes of the runtime or of scripts no test notices."
+        description="Print the changes of the runtime or of scripts that no test notices."
     )
     parser.add_argument(
         "files", nargs="+", choices=TESTS, metavar="FILE", help=f"of {', '.join(TESTS)}"
@@ -284,7 +281,7 @@ def main() -> None:
         "--done",
         type=Path,
         default="runs/survivors.csv",
-        help="what has been tried, and survived or not",
+        help="table of tried changes, survived or noticed",
     )
     parser.add_argument("--since", help="change only lines that were changed since this commit")
     args = parser.parse_args()
@@ -321,12 +318,12 @@ def main() -> None:
                         start = time.monotonic()
                         if not passes(directory, file):
                             sys.exit(
-                                f"error: the tests of {file} fail by themselves: mend them first"
+                                f"error: the tests of {file} fail without a change: fix them first"
                             )
                         # Tests that take longer have noticed the change.
                         seconds = 60 + 3 * (time.monotonic() - start)
                     path.write_text(changed)
-                    # Python recognizes compiled files by size and second.
+                    # Python recognizes compiled files by size and second of modification.
                     os.utime(path, (number, number))
                     done[name] = "survived" if passes(directory, file, seconds) else "noticed"
                     path.write_text(original)

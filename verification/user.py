@@ -1,4 +1,4 @@
-"""A user of the simulated world: makes random calls, and checks the result of each."""
+"""A user of the simulated world, who makes random calls and checks their results."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ class Wrong(AssertionError):
 
 
 def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callable[..., None]:
-    """Return a profiler that does something when the head has called this many functions of the
-    runtime.
-    """
+    """Return a profiler that calls ``do`` once the head has called this many of its functions."""
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal number
@@ -64,7 +62,7 @@ def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callab
 
 
 class User:
-    """A user who makes random calls, and checks their results."""
+    """A user who makes random calls and checks their results."""
 
     def __init__(self, world: Schedule, envs: ClusterEnv) -> None:
         self.world, self.envs = world, envs
@@ -74,16 +72,16 @@ class User:
         ]
         self.everything = np.arange(world.num_envs)
         self.make_policy(0)
-        self.ahead: int | None = None  # the steps of an overlapped rollout that was requested
+        self.ahead: int | None = None  # steps of the requested overlapped rollout, if any
         self.sent = 0
-        # The share of its calls that are interrupted.
+        # The share of calls that are interrupted.
         self.impatience = world.random.choice((0.1, 0.1, 0.1, 0.6))
 
     def make_policy(self, unused: int) -> None:
         self.policy = CategoricalPolicy(Net(unused))
 
     def learn(self) -> None:
-        """Change the policy a bit."""
+        """Change the policy a little."""
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 parameter.add_(
@@ -95,11 +93,11 @@ class User:
         draw = self.world.random
         self.call("reset")
         for _ in range(draw.randint(1, 4)):
-            # If an interrupt came before the user was told, the requests are still open.
+            # If an interrupt came before the user got the error, requests are still outstanding.
             while self.envs._pool.failures.to_reset:
                 self.call("recv" if self.sent else "reset")
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
-            # The user learns, and nobody serves messages.
+            # While the user learns, the head handles no messages.
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))
         while self.sent:
             self.call("recv")
@@ -108,7 +106,7 @@ class User:
         self.check_leftovers()
 
     def may(self, name: str) -> bool:
-        """Say whether a call is allowed."""
+        """Return whether a call is allowed."""
         if name == "recv":
             return self.sent > 0
         if name == "stream":
@@ -143,7 +141,7 @@ class User:
             if name in ("rollout", "overlap", "step", "reset", "stream"):
                 self.ledger.lose_track(self.everything)
                 self.ahead = self.envs._collector.overlapped
-            # The interrupt came after the receipt.
+            # The interrupt came after `recv` had its chunk.
             if len(self.envs._collector.granted) < self.sent:
                 self.ledger.lose_track(self.everything)
                 self.sent = len(self.envs._collector.granted)
@@ -151,7 +149,7 @@ class User:
             if world.raises_at is None or "raised by an environment" not in str(error):
                 raise
             world.note("the user is told that an environment has raised")
-            # Until the reset, which must come now and gives up all requests.
+            # The next call must be a reset, which gives up all requests.
             self.ledger.lose_track(self.everything)
             self.ahead, self.sent = None, 0
         finally:
@@ -207,7 +205,7 @@ class User:
         self.check_rollout(rollout, self.rows[worker])
 
     def stream(self) -> None:
-        """Take as many chunks as there are workers, of those that are first, as one rollout."""
+        """Receive as many chunks as there are workers, whichever come first, as one rollout."""
         self.learn()
         num_steps, draw = self.world.random.randint(1, 4), self.world.random
         self.envs.publish(self.policy)
@@ -236,22 +234,21 @@ class User:
         self.ledger.rollout(rollout, rows)
 
     def takes_what_is_left(self) -> None:
-        """Receive all requested rollouts after a worker was given up: there are answers or errors,
-        and nothing hangs.
+        """Receive all requested rollouts after a worker was given up.
+
+        Each call must return or raise an error, and none may hang.
         """
         while self.envs._collector.granted and self.envs._collector.overlapped is None:
             try:
                 self.envs.recv()
-            except (WorkerDiedError, ResetNeeded):  # ResetNeeded, as an environment has raised, too
+            except (WorkerDiedError, ResetNeeded):  # ResetNeeded: an environment has raised, too
                 break
             except ValueError as error:
                 if "raised by an environment" not in str(error):
                     raise
 
     def check_leftovers(self) -> None:
-        """Check that the head keeps nothing that nobody will ask for, and has always known what
-        workers hold.
-        """
+        """Check that the head has nothing left over, and has always known what the workers hold."""
         requests, store = self.envs._pool._requests, self.envs._head.store
         if self.ahead is None and (requests.outstanding or requests.answered):
             raise Wrong(
@@ -263,8 +260,9 @@ class User:
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:
-        """Compare the weights of honest workers with those that the head believes they hold, where
-        neither is about to change.
+        """Compare the weights of honest workers with those that the head believes they hold.
+
+        Skip workers for which either is about to change.
         """
         for worker in self.envs._pool.workers:
             process, copy = self.world.processes.get(worker.process.identity), worker.copy

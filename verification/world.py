@@ -1,8 +1,7 @@
-"""A world for the real head and the real workers: a clock, links and processes, in which a seed
-decides all chance.
+"""A simulated world for the real head and the real workers: a clock, links and processes.
 
-Workers are greenlets of this process. One at a time has the turn, so a seed always gives the same
-run. Time passes only here, from one event to the next.
+A seed decides everything that is random. Workers are greenlets of this process. One at a time has
+the turn, so a seed always gives the same run. Time passes only here, from one event to the next.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from clusterenv_runtime.worker.worker import Worker
 
 from .lies import lie_instead_of
 
-workers.LOOK_S = 0.0  # a worker that acts looks before each step, whatever the clock says
+workers.LOOK_S = 0.0  # an acting worker looks before each step, whatever the clock says
 
 KILLED = Exit("killed by SIGKILL", by_signal=True)
 FOREVER = 1e4  # simulated seconds, after which a wait counts as a hang
 
 
 class Hang(AssertionError):
-    """Somebody waits forever."""
+    """The head waits forever."""
 
 
 class Gone(End):
-    """A process ends here, whatever it was doing."""
+    """An exception that ends a process, whatever it was doing."""
 
 
 class World:
     """A clock, the coming events with their times, and the processes.
 
     Args:
-        seed: of all chance.
+        seed: the seed of everything random.
         silence: seconds after which a silent link is closed.
     """
 
@@ -56,7 +55,7 @@ class World:
         self.running: Process | None = None  # the process that has the turn; None for the head
         self.arrived: list[Received] = []  # messages at the head that it has not read
         self.crashes: list[str] = []  # errors in the workers' own code
-        self.trace: list[str] | None = None  # the events, if anybody wants to read them
+        self.trace: list[str] | None = None  # the events; None if they are not traced
 
     def clock(self) -> float:
         """Return the time in seconds."""
@@ -67,19 +66,19 @@ class World:
             self.trace.append(f"{self.now:9.3f} {text}")
 
     def at(self, time: float, do: Callable[[], None]) -> None:
-        """Call a function at that time."""
+        """Call a function at this time."""
         heapq.heappush(self._events, (time, next(self._order), do))
 
     def after(self, seconds: float, do: Callable[[], None]) -> None:
-        """Call a function so many seconds from now."""
+        """Call a function after ``seconds``."""
         self.at(self.now + seconds, do)
 
     def delay(self) -> float:
-        """Return how long a message takes."""
+        """Return the random delay of a message, in seconds."""
         return self.random.choice((0.001, 0.001, 0.01, 0.1)) * self.random.random()
 
     def run(self, until: float, done: Callable[[], Any]) -> None:
-        """Run the events until that time, or until ``done``."""
+        """Run the events until this time, or until ``done`` holds."""
         while not done() and self._events and self._events[0][0] <= until:
             time, _, do = heapq.heappop(self._events)
             self.now = max(self.now, time)
@@ -112,22 +111,22 @@ class World:
 
 
 class Process:
-    """A worker's process with its link to the head. The worker takes it for its `Connection`."""
+    """A worker's process with its link to the head, in place of the worker's `Connection`."""
 
     def __init__(self, world: World, index: int, number: int) -> None:
         self.world, self.index, self.number = world, index, number
         self.name, self.identity = f"process {index}.{number}", b"%d.%d" % (index, number)
-        self.waited = 0.0  # as `Connection` has it
+        self.waited = 0.0  # as in `Connection`
         self.exit: Exit | None = None
         # The link is cut, the process is stopped, the link is closed for good.
         self.is_cut = self.is_stopped = self.is_closed = False
         self.inbox: deque[list[bytes]] = deque()
         self.asked = set[int | None]()  # the seqs of the head's requests
-        # The messages under way from and to it, and the time at which the last one arrives.
+        # The messages under way from and to the process, and the times at which the last arrive.
         self._up, self._down = deque[list[bytes]](), deque[list[bytes]]()
         self._up_at = self._down_at = 0.0
         self._held: list[Callable[[], None]] = []  # arrivals that wait until the link is healed
-        # Whether a message wakes it, and whether it has slept through its turn.
+        # Whether a message wakes the process, and whether it has missed its turn while stopped.
         self._listens = self._is_due = False
         self.survives = False  # whether it survives a kill
         self.lies = self.has_lied = False  # whether its next message is a lie, and whether one was
@@ -158,7 +157,7 @@ class Process:
             self._pause(listens=True)
 
     def _pause(self, listens: bool) -> None:
-        """Give the turn away until it comes back."""
+        """Give up the turn until it comes back."""
         self._listens = listens
         self._greenlet.parent.switch()
         self._listens = False
@@ -189,7 +188,7 @@ class Process:
         self.world.at(self._up_at, self._arrives_up)
 
     def receive(self, waits: bool = True) -> tuple[int | None, protocol.FromHead, list[Any]] | None:
-        """Return the next message that is no ping; unless this waits, None if none has come."""
+        """Return the next message except pings. Without ``waits``, return None if none has come."""
         while waits or self.inbox:
             while not self.inbox:
                 self._pause(listens=True)
@@ -203,18 +202,18 @@ class Process:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has work, or has sent messages that have not arrived."""
+        """Whether the process has work, or messages are under way to or from it."""
         return not self._listens or bool(self.inbox or self._up or self._down)
 
     # The world's side.
     def turn(self) -> None:
-        """Let it work until it waits for something."""
+        """Let the process work until it waits for something."""
         self.world.running = self
         self._greenlet.switch()
         self.world.running = None
 
     def wake(self) -> None:
-        """Give it the turn, now or when it goes on."""
+        """Give the process the turn, now or when it goes on."""
         if self.is_stopped:
             self._is_due = True
         elif self.exit is None:
@@ -229,7 +228,7 @@ class Process:
                 self.world.deliver(self, header, buffers)
 
     def post(self, frames: list[bytes]) -> None:
-        """Let a message of the head arrive some time later."""
+        """Let a message from the head arrive some time later."""
         self._down.append(frames)
         self._down_at = max(self._down_at, self.world.now + self.world.delay())
         self.world.at(self._down_at, self._arrives_down)
@@ -245,15 +244,15 @@ class Process:
 
     # Faults.
     def die(self, reason: Exit = KILLED) -> None:
-        """End at once, with some of its last messages unsent."""
+        """End the process at once, with some of its last messages unsent."""
         if self.exit is None:
             self.world.note(f"{self.name} dies: {reason.reason}")
             self.exit = reason
             self._close_behind(self.world.random.randint(0, len(self._up)))
-            self.turn()  # to its end
+            self.turn()  # until it has ended
 
     def _close_behind(self, messages: int) -> None:
-        """Close the link after so many of the messages that are under way."""
+        """Close the link after the first ``messages`` messages under way. Drop the rest."""
         while len(self._up) > messages:
             self._up.pop()
         self.world.at(max(self._up_at, self.world.now), self._close)
@@ -262,21 +261,19 @@ class Process:
         self.is_closed = True
 
     def flood(self, messages: int) -> None:
-        """Send many answers to requests that nobody has made."""
+        """Send many responses to requests that nobody has made."""
         self.world.note(f"{self.name} floods the head with {messages} messages")
         for _ in range(messages if self.exit is None else 0):
             self._post_up(protocol.frames(10**9, protocol.Reply(None)))
 
     def cut(self, seconds: float) -> None:
-        """Let nothing through for so long; after the time of silence, for ever."""
+        """Cut the link for ``seconds``, or for good if the silence lasts too long."""
         self.world.note(f"{self.name} is cut off for {seconds:.2f} s")
         self.is_cut = True
         self._after(seconds, self._heal, self._notice_silence)
 
     def _after(self, seconds: float, over: Callable[[], None], silent: Callable[[], None]) -> None:
-        """Call the first function after so long, or, if the link is silent for too long by then,
-        the second.
-        """
+        """Call ``over`` after ``seconds``, or ``silent`` once the silence has lasted too long."""
         self.world.after(
             min(seconds, self.world.silence), silent if seconds >= self.world.silence else over
         )
@@ -293,7 +290,10 @@ class Process:
         self.die(Exit("exit code 1"))
 
     def stop(self, seconds: float) -> None:
-        """Do nothing for so long. After the time of silence its link is closed."""
+        """Stop the process for ``seconds``.
+
+        If the silence lasts too long, the link is closed, and the process never goes on.
+        """
         self.world.note(f"{self.name} is stopped for {seconds:.2f} s")
         self.is_stopped = True
         self._after(seconds, self._go_on, self._close)

@@ -1,1 +1,1 @@
-"""Measurements, run as `python -m experiments.benchmarks.NAME` in the root."""
+"""Benchmarks, run as `python -m experiments.benchmarks.NAME` in the repository's root."""

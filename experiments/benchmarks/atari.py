@@ -1,14 +1,18 @@
-"""The needs of the Atari scripts' heads: time to measure divergences, and memory.
+"""The costs of divergences and of memory for the heads of the Atari scripts.
 
     python -m experiments.benchmarks.atari
 
-`ppo_atari_clusterenv.py` runs for some iterations with real workers, first with CleanRL's 8
-environments. This gives the share of an iteration in which the head measures the divergence of the
-workers' policies, and the precision of that from so few states: the standard error of its mean over
-them. Then the script runs with 64 environments, whose learner goes through a batch only once, which
-does not change the memory. This gives the head's peak before the first rollout, with the first, and
-in all. Last comes the size of a transition in `dqn_atari_clusterenv.py`: a buffer of its sizes is
-allocated.
+First, `ppo_atari_clusterenv.py` runs for a few iterations with real workers and CleanRL's 8
+environments. This run gives the share of an iteration that the head spends measuring the divergence
+of the workers' policies. It also gives the precision of that divergence, which is a mean over few
+states: the standard error of the mean.
+
+Then the script runs with 64 environments. Its learner passes over each batch only once, which does
+not change the memory. This run gives the head's peak memory before the first rollout, with the
+first rollout, and in all.
+
+Finally, the benchmark allocates a replay buffer of `dqn_atari_clusterenv.py`, and gives the size of
+a transition.
 """
 
 import contextlib
@@ -34,25 +38,25 @@ from .scripts import ROOT
 
 
 class Enough(BaseException):
-    """There have been as many iterations as wanted."""
+    """An exception that ends the script after the wanted number of iterations."""
 
 
 @dataclass
 class Args:
     env_id: str = "ALE/Pong-v5"
-    """the game"""
+    """the Atari game"""
     env_backend: str = "gymnasium"
     """gymnasium (ale-py), or envpool, whose games have other ids"""
     iterations: int = 6
-    """that are measured, after one that is not"""
+    """measured iterations, after one that is not measured"""
     workers: int = 2
-    """processes that share the environments"""
+    """worker processes that share the environments"""
     buffer_size: int = 100_000
-    """transitions of the replay buffer"""
+    """capacity of the replay buffer, in transitions"""
     flags: str = ""
-    """further flags of the script with 8 environments, in one string"""
+    """further flags of the run with 8 environments, in one string"""
     timeout: float = 1200
-    """seconds for each run"""
+    """time limit of each run, in seconds"""
 
 
 def peak_mb():
@@ -60,10 +64,10 @@ def peak_mb():
 
 
 def head(args, num_envs, iterations, flags, pipe):
-    """Be the script's head for so many iterations. Send its seconds, those of measuring, the nats,
-    and the peaks of memory.
+    """Run the script's head for ``iterations`` measured iterations, and send the measurements.
 
-    Nats are the divergence of each version in each state.
+    The measurements are the seconds of each iteration, the seconds spent measuring divergences, the
+    divergences in nats of each version in each state, and the peaks of memory in MB.
     """
     rollout, measure, kl = Collector.rollout, PolicyStore._measure, Policy.kl
     ends, measuring, nats, peaks = [], [0.0], [], []

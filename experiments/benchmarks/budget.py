@@ -1,13 +1,12 @@
-"""Where the time of an iteration goes: CPU milliseconds of the head and of a worker, by their
-purpose.
+"""The CPU milliseconds that the head and a worker spend in an iteration, by purpose.
 
     pip install py-spy; python -m experiments.benchmarks.budget
     python -m experiments.benchmarks.budget --flags="--overlap --compile"
 
-Trains with ppo_clusterenv.py, on the work of `experiments/benchmarks/work.py`, under py-spy. It
+Trains with ppo_clusterenv.py, on the work of `experiments/benchmarks/work.py`, under py-spy, which
 samples the stacks of all processes and leaves out those that wait. The result leaves out the
-start-up, and threads of the head that run no Python. Work of the script itself, outside the
-functions that are known here, is listed by its lines. Lines below 1% share one entry.
+start-up, and the head's threads that run no Python. The script's own work, outside the functions
+that this module knows, is listed by line. Lines below 1% share one entry.
 """
 
 import linecache
@@ -27,11 +26,11 @@ from .scripts import ROOT, call
 
 RATE = 100  # samples per second
 SCRIPT = ROOT / "ppo_clusterenv.py"
-# The group of a function, by a pattern for the frames of the functions that the script calls. The
-# first pattern that fits counts.
+# The groups of the head's time. Each has a pattern for the frames of the functions that the script
+# calls. The first pattern that matches counts.
 HEAD = (
     (r"evaluate", None),  # after training
-    (r"(?<!<module>) \(torch/_dynamo/convert_frame", "compiling, or loading what was compiled"),
+    (r"(?<!<module>) \(torch/_dynamo/convert_frame", "compiling, or loading compiled code"),
     (r"publish \(clusterenv_runtime", "rollout: publish, divergence"),
     (r"join \(clusterenv_runtime", "rollout: join the workers' parts"),
     (r"rollout \(clusterenv_runtime", "rollout: messages"),
@@ -41,10 +40,10 @@ HEAD = (
     (r"clip_grad_norm_|\(torch/nn/utils/clip_grad", "update: gradient clipping"),
     (r"(zero_grad|step|wrapper) \(torch/optim", "update: Adam"),
     (r"get_value|(forward|_call_impl) \(torch/nn|\(torch/distributions", "values, proximal policy"),
-    (r"compile_wrapper \(torch/_dynamo", "calling what was compiled"),
+    (r"compile_wrapper \(torch/_dynamo", "calling compiled code"),
     (r"add_scalar|\(rich/", "logging"),
 )
-# Below a line of the script that works itself: its comprehensions, and the calls of operators.
+# Frames that count as the work of the script's own line: comprehensions, and operators' calls.
 OWN = r"<\w+> \(" + re.escape(SCRIPT.name) + r"|\((numpy|torch/_tensor\.py)"
 WORKER = (
     (r"forward \(torch/nn/modules/container|_call_impl", "policy: forward"),
@@ -64,15 +63,13 @@ class Args:
     env_id: str = "CartPole-v1"
     """the environment"""
     flags: str = ""
-    """flags of ppo_clusterenv.py, in one string"""
+    """further flags of ppo_clusterenv.py, in one string"""
     iterations: int = 60
-    """iterations, of 8192 steps and one update"""
+    """iterations, each of 8192 steps and one update"""
 
 
 def of_head(frames):
-    """Return the group of a stack of the head, or the number of the line that works itself, or
-    None.
-    """
+    """Return the group of a stack of the head, or the number of the script's own line, or None."""
     for i, frame in enumerate(frames):
         if module := re.fullmatch(rf"<module> \({re.escape(SCRIPT.name)}:(\d+)\)", frame):
             called = frames[i + 1 :]
@@ -108,7 +105,7 @@ if __name__ == "__main__":
     for line in lines:
         stack, _, count = line.rpartition(" ")
         if not count.isdigit():
-            continue  # part of torch.compile's command with line breaks
+            continue  # part of a command of torch.compile, which has line breaks
         frames, of_a_worker = stack.split(";"), "clusterenv_runtime.worker" in stack
         if name := of_worker(frames) if of_a_worker else of_head(frames):
             (worker if of_a_worker else head)[name] += int(count)

@@ -1,11 +1,11 @@
-"""Runs a script of CleanRL's, unmodified, with Gymnasium 1 and a new EnvPool. Most of the scripts
-were not written for these.
+"""Run an unmodified CleanRL script with Gymnasium 1 and a recent EnvPool.
 
     python experiments/benchmarks/cleanrl.py path/to/cleanrl/ppo_continuous_action.py --env-id ...
 
-This module restores the interfaces that the scripts expect. It leaves the mean return of the last
-100 episodes, from the environment's own rewards, in `summary.json` in the run's directory; and of
-Gymnasium's environments each episode: the environment steps by then, the time, and the return.
+Most of CleanRL's scripts were written for older versions. This module restores the interfaces that
+they expect. It writes `summary.json` into the run's directory, with the mean return of the last 100
+episodes, from the environment's own rewards. For Gymnasium's environments, it also lists each
+episode: the environment steps so far, the time, and the return.
 """
 
 import importlib
@@ -26,9 +26,9 @@ episodes = []
 
 
 class Episodes(gym.Wrapper):
-    """Adds each episode to ``episodes``, and its return to ``returns``."""
+    """A wrapper that adds each episode to ``episodes``, and its return to ``returns``."""
 
-    steps = 0  # of all environments
+    steps = 0  # steps of all environments together
 
     def reset(self, **kwargs):
         self.episodic_return = 0.0
@@ -45,30 +45,28 @@ class Episodes(gym.Wrapper):
 
 
 class Wrapper(gym.Wrapper):
-    """Gym's wrapper, which had the attributes of the wrapped environment."""
+    """Gym's wrapper, which also has the attributes of the wrapped environment."""
 
     def __getattr__(self, name):
         return getattr(self.env, name)
 
 
 class SameStep(gym.vector.SyncVectorEnv):
-    """Gymnasium's environments side by side, which were reset within the step that ended an
-    episode.
-    """
+    """Gymnasium's old vector environment, which resets within the step that ends an episode."""
 
     def __init__(self, env_fns):
         super().__init__(env_fns, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
 
     def step(self, actions):
         *outcome, infos = super().step(actions)
-        infos.pop("final_info", None)  # a list then
+        infos.pop("final_info", None)  # a list in old versions
         if "final_obs" in infos:
             infos["final_observation"] = infos["final_obs"]
         return *outcome, infos
 
 
 class Pool(gym.Env):
-    """EnvPool's environments as Gym had them, before Gymnasium: with one "done" for two flags."""
+    """EnvPool's environments with Gym's old interface: one "done" instead of two flags."""
 
     def __init__(self, *args, **kwargs):
         self.envs = envpool.make_gymnasium(*args, **kwargs)
@@ -111,7 +109,7 @@ if __name__ == "__main__":
     del sys.argv[0]
     if "final_observation" in Path(sys.argv[0]).read_text():
         gym.vector.SyncVectorEnv = SameStep
-    # The folder of cleanrl_utils.
+    # The folder that contains cleanrl_utils.
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()

@@ -1,10 +1,10 @@
-"""Collection alone: ClusterEnv.rollout beside as many processes that step and act without any
-communication.
+"""Collection alone: `ClusterEnv.rollout` compared with processes that do not communicate.
 
     python -m experiments.benchmarks.collection --env-id LunarLander-v3
 
-Both sides step the same environments with the same policy, sampled in the same way, in turn,
-`--rounds` times. Prints the steps per second of both and their ratio, as medians.
+Both sides have the same number of processes, step the same environments, and sample the same policy
+in the same way. They take turns, `--rounds` times. Prints the steps per second of both sides and
+their ratio for each round, and the median ratio.
 """
 
 import multiprocessing
@@ -28,15 +28,15 @@ class Args:
     env_id: str = "LunarLander-v3"
     """the environment to step"""
     num_workers: int = 2
-    """processes on either side"""
+    """processes on each side"""
     envs_per_worker: int = 32
-    """environments of each process"""
+    """environments per process"""
     num_steps: int = 128
-    """steps of a rollout"""
+    """steps per rollout"""
     num_rollouts: int = 20
-    """rollouts of a round"""
+    """rollouts per round"""
     rounds: int = 5
-    """rounds, each of both sides in turn"""
+    """rounds; each measures both sides in turn"""
 
 
 def make_policy(env_id):
@@ -48,7 +48,7 @@ def make_policy(env_id):
 
 
 def alone(args, seed, pipe):
-    """Step and act in one process, and keep a rollout's data, but send nothing."""
+    """Step and act in one process. Keep a rollout's data, but do not send it."""
     torch.set_num_threads(1)
     envs = SyncVectorEnv(
         [make_env(args.env_id)] * args.envs_per_worker, autoreset_mode=AutoresetMode.SAME_STEP

@@ -1,14 +1,15 @@
-"""Two ways to run one of the scripts, over several seeds: returns with intervals, pulls, and time.
+"""Two ways to run a script, compared over several seeds: returns, pulls and time.
 
     python -m experiments.benchmarks.compare --script dqn_clusterenv.py --flags="--sync-mode always"
     python -m experiments.benchmarks.compare --script ppo_clusterenv.py --flags=--no-overlap
     python -m experiments.benchmarks.compare --learners 2 \
         --script scripts/ppo_multilearner_clusterenv.py
 
-Runs the script as it is, and with `--flags` or several learners, in turn, once per seed; `--common`
-goes to both. Prints for both the interquartile mean over the seeds of the return of the last 100
-episodes and of the final evaluation, the mean number of pulls, and the median time; and the
-differences of the returns with 95% bootstrap intervals over the seeds, each a pair.
+Runs the script as it is, and with `--flags` or several learners, in turn for each seed. Both get
+the flags of `--common`. For each way, prints the interquartile means over the seeds of the return
+of the last 100 episodes and of the final evaluation, the mean number of pulls, and the median time.
+Then prints the differences of the returns with 95% bootstrap intervals over the seeds, which are
+paired.
 """
 
 import shlex
@@ -27,15 +28,15 @@ from .scripts import ROOT, run, torchrun
 @dataclass
 class Args:
     script: str
-    """ppo_clusterenv.py or dqn_clusterenv.py"""
+    """path of the script in the repository"""
     flags: str = ""
-    """what the second way adds, in one string"""
+    """flags of the second way, in one string"""
     learners: int = 1
-    """of the second way"""
+    """learners of the second way"""
     common: str = ""
-    """what both get, in one string"""
+    """flags of both ways, in one string"""
     seeds: int = 5
-    """seeds, from 1; fewer than 5 give no interval"""
+    """number of seeds, from 1; fewer than 5 give no interval"""
 
 
 if __name__ == "__main__":
@@ -43,7 +44,7 @@ if __name__ == "__main__":
     several = [f"{args.learners} learners"] * (args.learners > 1)
     other = " ".join([*several, *shlex.split(args.flags)])
     if not other:
-        raise SystemExit("--flags or --learners must say what the second way is")
+        raise SystemExit("the second way needs --flags or --learners")
     launcher = {"launcher": torchrun(args.learners), "OMP_NUM_THREADS": "1"} if several else {}
     ways = {"as it is": ([], {}), other: (shlex.split(args.flags), launcher)}
     summaries = {way: [] for way in ways}

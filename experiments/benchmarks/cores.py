@@ -1,14 +1,14 @@
-"""How training grows with workers on a machine of many cores, beside a loop in one process on the
-same machine.
+"""The speed of training by the number of workers, on a machine of many cores.
 
     python -m experiments.benchmarks.cores
 
-Runs PPO with the learner on the CPU in one thread and `--envs-per-worker` environments a worker.
-Then runs a loop in CleanRL's style on AsyncVectorEnv and on SyncVectorEnv, with as many
-environments as the largest number of workers steps. Measures the steady state, without start-up,
-the first iteration and the last. Prints environment steps a second, the ratio to one worker, and,
-for ours, the medians of the seconds that an iteration collects and learns. In the environment
-`experiments.benchmarks.cores:OneMillisecond-v0` each step computes for a millisecond.
+Runs PPO with the learner on the CPU in one thread and `--envs-per-worker` environments on each
+worker. Then runs a loop in CleanRL's style in one process on the same machine, on AsyncVectorEnv
+and on SyncVectorEnv, with as many environments as the largest number of workers has. Measures the
+steady state, without start-up, the first iteration and the last. Prints environment steps per
+second, the ratio to one worker, and for ClusterEnv the median seconds that an iteration spends
+collecting and learning. In `experiments.benchmarks.cores:OneMillisecond-v0`, each step computes for
+a millisecond.
 """
 
 import os
@@ -25,9 +25,7 @@ from .scripts import ROOT, measure, train
 
 
 class OneMillisecondEnv(gym.Env):
-    """An environment that keeps a core busy for a millisecond a step; episodes last a hundred
-    steps.
-    """
+    """An environment whose steps keep a core busy for a millisecond. Episodes last 100 steps."""
 
     observation_space, action_space = gym.spaces.Box(-1, 1, (8,)), gym.spaces.Discrete(4)
 
@@ -56,23 +54,21 @@ class Args:
     )
     """the environments"""
     workers: tuple[int, ...] = (1, 2, 4, 8, 14)
-    """the numbers of workers"""
+    """numbers of workers"""
     envs_per_worker: int = 8
-    """environments of each worker"""
+    """environments per worker"""
     iterations: int = 12
-    """iterations of each measurement; each worker takes 128 steps in each of its environments"""
+    """iterations per measurement; in each, a worker takes 128 steps in each environment"""
     loops: bool = True
-    """measure AsyncVectorEnv and SyncVectorEnv, too"""
+    """also measure AsyncVectorEnv and SyncVectorEnv"""
     flags: tuple[str, ...] = ()
     """further flags of the script"""
     timeout: float = 300
-    """seconds until a measurement is given up"""
+    """seconds after which a measurement is given up"""
 
 
 def clusterenv(args, env_id, num_workers):
-    """Train; return the steady state's steps a second, and medians of the seconds of collecting and
-    learning.
-    """
+    """Return steps per second in steady state, and the median seconds to collect and to learn."""
     script = "scripts/ppo_continuous_clusterenv.py" if "Cheetah" in env_id else "ppo_clusterenv.py"
     batch_size = num_workers * args.envs_per_worker * work.NUM_STEPS
     scalars, _ = train(

@@ -1,13 +1,13 @@
-"""The costs of rounded differences in time, and their savings in bytes, for policies from 20 kB to
-100 MB.
+"""The time that rounded differences cost and the bytes that they save, for 20 kB to 100 MB.
 
     python -m experiments.benchmarks.differences
 
-Publishes a policy whose weights have moved a little. Workers that all hold the same weights pull
-it, through the head's and the worker's own code, without a network. Prints medians: milliseconds
-until the first worker's answer is ready, until each further answer is ready, and until a worker has
-loaded its new weights; and bytes, beside those of all weights in float32. The first pull, of all
-weights in 8 bits each, is left out. Takes a minute, and 2 GB of memory.
+Publishes a policy again and again, each time with slightly changed weights. Workers that all hold
+the same weights pull each version, through the head's and the worker's own code, without a network.
+Prints medians: the milliseconds to publish, to prepare the response to the first worker and to each
+other worker, and to load the weights on a worker; and the bytes of a pull, compared with those of
+all weights in float32. The first pull, of all weights in 8 bits each, is left out. Takes a minute,
+and 2 GB of memory.
 """
 
 import statistics
@@ -30,19 +30,17 @@ from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 @dataclass
 class Args:
     widths: tuple[int, ...] = (64, 500, 5000)
-    """widths of the two hidden layers; these give 20 kB, 1 MB and 100 MB"""
+    """widths of the two hidden layers; by default for 20 kB, 1 MB and 100 MB of weights"""
     num_workers: int = 100
     """workers that pull"""
     versions: int = 5
-    """versions that are published, with a pull of each"""
+    """published versions, each pulled by all workers"""
     cuda: bool = False
     """if toggled, the learner's policy is on the GPU"""
 
 
 def measure(width, rounds, args):
-    """Return milliseconds to publish, for the first worker, each other and to load; and the bytes
-    of one pull.
-    """
+    """Return the medians of the table's columns: milliseconds, and the bytes of one pull."""
     torch.manual_seed(1)
     net = nn.Sequential(
         nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4)

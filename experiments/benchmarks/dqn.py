@@ -1,13 +1,13 @@
-"""DQN: dqn_clusterenv.py beside CleanRL's dqn.py, with the same batches and gradient steps per
-environment step, in turn.
+"""DQN: `dqn_clusterenv.py` compared with CleanRL's `dqn.py`.
 
     python -m experiments.benchmarks.dqn --cleanrl path/to/cleanrl/cleanrl/dqn.py \
         --cleanrl-python path/to/venv/bin/python
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
-Its dqn.py needs Gymnasium 0.29, hence a Python of its own, with the packages of
-`peers/requirements-cleanrl.txt`. Both run with one thread. Prints the environment steps per second
-that each logs, their ratio, the share of the time that our learner was busy, and the cost of
+The scripts run in turn, each with one thread, with the same batches and as many gradient steps per
+environment step. CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl
+and pass the path of its dqn.py. That script needs Gymnasium 0.29, and therefore its own Python,
+with the packages of `peers/requirements-cleanrl.txt`. Prints the environment steps per second that
+each script logs, their ratio, the share of the time that our learner is busy, and the cost of
 `--deterministic`.
 """
 
@@ -26,13 +26,13 @@ class Args:
     cleanrl: Path
     """path of CleanRL's dqn.py"""
     cleanrl_python: Path
-    """a Python that can run it"""
+    """path of a Python that can run CleanRL's dqn.py"""
     env_id: str = "CartPole-v1"
     """the environment"""
     total_timesteps: int = 100_000
     """environment steps of each run"""
     rounds: int = 3
-    """rounds, each of all scripts in turn"""
+    """rounds; each runs all scripts in turn"""
 
 
 if __name__ == "__main__":

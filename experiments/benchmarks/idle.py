@@ -1,4 +1,4 @@
-"""Environments and a policy that cost next to nothing, to measure everything else."""
+"""An environment and a policy that cost next to nothing, to measure everything else."""
 
 import gymnasium as gym
 import numpy as np
@@ -21,8 +21,9 @@ class IdleEnv(gym.Env):
 
 
 class Corner(nn.Module):
-    """A policy that looks at eight numbers, and has as many weights as wanted. All are zero, so
-    actions are uniform.
+    """A policy that reads eight numbers of an observation, and has as many weights as needed.
+
+    All weights are zero, so actions are uniform.
     """
 
     def __init__(self, num_bytes=0):

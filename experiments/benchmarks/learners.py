@@ -1,19 +1,19 @@
-"""Several learners: the gain of a second one where the learner is the limit, and the cost of
-summing gradients.
+"""Several learners: the speedup of a second learner, and the cost of summing gradients.
 
     python -m experiments.benchmarks.learners --plot experiments/benchmarks/results/learners.png
     python -m experiments.benchmarks.learners --cleanrl path/to/cleanrl/ppo_atari_multigpu.py
 
-Runs PPO on CartPole-v1 with networks of several widths, by one learner and by two, in turn; each
-learner has one thread. Learner throughput is the batch divided by the median of time/learn. Then
-measures an all-reduce of 1 MB and of 100 MB between 2, 4 and 8 processes of this machine. The
-result for 8 learners on 8 machines is arithmetic: an eighth of one learner's time, and for each
-minibatch an all-reduce over links of `--gbit`.
+Runs PPO on CartPole-v1 with networks of several widths, with one learner and with two, in turn.
+Each learner has one thread. Learner throughput is the batch divided by the median of time/learn, so
+the speedup is that of training where the learner is the limit. Then measures an all-reduce of 1 MB
+and of 100 MB between 2, 4 and 8 processes of this machine. The result for 8 learners on 8 machines
+is arithmetic: an eighth of one learner's time, plus an all-reduce for each minibatch over links of
+`--gbit`.
 
-With `--cleanrl`, a script that is not part of this repository (https://github.com/vwxyzjn/cleanrl),
-it measures Atari instead: CleanRL's own script for several GPUs and `--atari`, which is
-`ppo_atari_clusterenv.py` with the diff of docs/learners.md, each with one process and with two, at
-the same batch.
+With `--cleanrl`, it measures Atari instead, with one process and with two at the same batch:
+CleanRL's own script for several GPUs, which is not part of this repository
+(https://github.com/vwxyzjn/cleanrl), and `--atari`, which is `ppo_atari_clusterenv.py` with the
+diff of docs/learners.md.
 """
 
 import os
@@ -32,37 +32,37 @@ from experiments.figures.drawing import BLACK, BLUE, GREEN, ORANGE, subplots
 from .scripts import ROOT, call, steady, torchrun, train
 
 NUM_ENVS, NUM_STEPS, NUM_MINIBATCHES, UPDATE_EPOCHS = 64, 128, 4, 4
-# Samples, and minibatches, an iteration.
+# Samples and minibatches per iteration.
 BATCH, MINIBATCHES = (
     NUM_ENVS * NUM_STEPS,
     NUM_MINIBATCHES * UPDATE_EPOCHS,
 )
-LATENCY_S = 1e-4  # of a message between two machines
+LATENCY_S = 1e-4  # latency of a message between two machines
 ATARI = "BreakoutNoFrameskip-v4"
 
 
 @dataclass
 class Args:
     cleanrl: Path | None = None
-    """path of CleanRL's ppo_atari_multigpu.py, for the comparison with it"""
+    """path of CleanRL's ppo_atari_multigpu.py, to compare with it"""
     atari: Path | None = None
-    """path of ppo_atari_clusterenv.py with several learners, for this comparison"""
+    """path of ppo_atari_clusterenv.py with several learners, for the same comparison"""
     widths: tuple[int, ...] = (64, 256, 512, 1024)
-    """of the networks' two hidden layers"""
+    """widths of the networks' two hidden layers"""
     iterations: int = 8
-    """of each run"""
+    """iterations per run"""
     rounds: int = 5
-    """rounds, each with one learner and with two"""
+    """rounds; each runs with one learner and with two"""
     gbit: float = 10
     """Gbit/s of the links in the arithmetic for several machines"""
     plot: Path | None = None
-    """draw the speedups here"""
+    """file for a plot of the speedups"""
     all_reduce: int = 0
-    """only time an all-reduce of so many bytes; for the processes that this benchmark starts"""
+    """bytes of an all-reduce to time; the benchmark sets this in the processes that it starts"""
 
 
 def learner_seconds(number, width, iterations, seed):
-    """Return the median of the seconds that an iteration's learning took."""
+    """Return the median seconds of an iteration's learning."""
     scalars, _ = train(
         ROOT / "scripts/ppo_multilearner_clusterenv.py", "--env-id", "CartPole-v1",
         "--num-workers", "2", "--envs-per-worker", str(NUM_ENVS // 2), "--num-steps",

@@ -1,12 +1,11 @@
-"""CleanRL's scripts with one constructor changed, beside the unchanged scripts: both must learn the
-same.
+"""A check that CleanRL's scripts learn exactly the same with one constructor changed.
 
     python -m experiments.benchmarks.one_constructor --cleanrl path/to/cleanrl
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and pass its
 directory. Each of five scripts runs once with `gym.vector.SyncVectorEnv`, and once with
-`ClusterEnv` in its place. Prints how many scalars they have logged, and fails unless these, except
-the speed, and all weights are equal to the last bit.
+`ClusterEnv` in its place. Prints the number of scalars that they log. Fails unless all weights and
+all scalars, except the speed, are equal to the last bit.
 """
 
 import hashlib
@@ -40,20 +39,21 @@ class Args:
     cleanrl: Path
     """directory of a clone of CleanRL"""
     scripts: tuple[str, ...] = tuple(SCRIPTS)
-    """which of its scripts"""
+    """CleanRL's scripts to run"""
     num_workers: int = 2
     """worker processes of the second run"""
 
 
 def run_script(num_workers, script):
-    """Run a script in this process, with so many workers, or none; print a digest of all its
-    networks.
+    """Run a script in this process, and print a digest of the weights of its networks.
+
+    With ``num_workers`` of 0, the script is unchanged.
     """
     from torch import nn
 
-    sys.path.insert(0, str(Path(script).parent.parent))  # the folder of cleanrl_utils
+    sys.path.insert(0, str(Path(script).parent.parent))  # the folder that contains cleanrl_utils
     text = Path(script).read_text()
-    # For Gymnasium 1.
+    # Gymnasium 1 also needs the observation space.
     text = text.replace("np.clip(obs, -10, 10))", "np.clip(obs, -10, 10), env.observation_space)")
     if num_workers:
         from clusterenv_runtime import ClusterEnv
@@ -73,8 +73,9 @@ def run_script(num_workers, script):
 
 
 def learn(script, num_workers, flags):
-    """Run a script in a process of its own; return its scalars, except the speed, and the digest of
-    its weights.
+    """Run a script in its own process. Return its scalars and the digest of its weights.
+
+    The scalars do not include the speed.
     """
     with tempfile.TemporaryDirectory() as directory:
         command = [

@@ -1,12 +1,13 @@
-"""What publishing the policy costs a learner that streams: its share of the learner's time.
+"""The share of a streaming learner's time that publishing the policy takes.
 
     python -m experiments.benchmarks.publications
     python -m experiments.benchmarks.publications --script dqn_clusterenv.py
 
-Runs a script with each `--sync-check-frequency`, and with a `--max-policy-lag` of as many gradient
-steps each time. Counts the time in which the learner's thread computes, from its second publication
-to the end of training. Prints how much of it `publish` takes, with its divergences, and how long
-one call takes; how often workers pulled, and how far they were from the policy, in the mean.
+Runs a script with each `--sync-check-frequency` of `--frequencies`, and with a `--max-policy-lag`
+of the same number of gradient steps each time. Counts the CPU time of the learner's thread, from
+its second publication to the end of training. Prints the share of this time that `publish` takes,
+including the divergences, and the time of one call. Also prints how often workers pulled, and their
+mean divergence from the policy.
 """
 
 import os
@@ -32,13 +33,13 @@ class Args:
     frequencies: tuple[int, ...] = (10, 20, 50, 100)
     """gradient steps between publications"""
     lag: int = 2000
-    """gradient steps after which a worker pulls whatever its divergence is"""
+    """gradient steps after which a worker pulls, whatever its divergence"""
     flags: str = "--env-id HalfCheetah-v5 --total-timesteps 6000 --learning-starts 2000"
     """further flags of the script, in one string"""
 
 
 def timed(script: str, flags: list[str]) -> None:
-    """Run a script, and add to its summary the seconds in which its thread computed."""
+    """Run a script. Add its publications and the CPU seconds of its thread to its summary."""
     publish, finish = ClusterEnv.publish, Run.finish
     spent = []
 
@@ -69,7 +70,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--timed"]:
         timed(sys.argv[2], sys.argv[3:])
         sys.exit()
-    from .scripts import ROOT, train  # which the timed program does not find
+    from .scripts import ROOT, train  # a relative import, which fails in the timed program
 
     args = tyro.cli(Args)
     print(f"{args.script} {args.flags}, {os.cpu_count()} cores", flush=True)

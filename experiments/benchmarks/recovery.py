@@ -1,10 +1,10 @@
-"""How soon the rows of a killed worker answer again.
+"""The time until the rows of a killed worker are back in rollouts.
 
     python -m experiments.benchmarks.recovery
 
 Kills one of two workers at random (`kill -9`) during rollouts, and measures the time until the
-rollout that lacked its rows is complete. Prints the median and the longest time, the part of it
-until another process took its place, and the time of the first rollout.
+rollout that lacks its rows is complete. Prints the median and the longest time, the median time
+until a replacement takes the worker's place, and the time of the first rollout.
 """
 
 import os
@@ -26,17 +26,15 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"
-    """with vectors for observations and numbers for actions"""
+    """an environment with vectors as observations and discrete actions"""
     kills: int = 20
-    """how many workers are killed, one after the other"""
+    """number of workers to kill, one after another"""
     pause: float = 5
-    """seconds after each"""
+    """seconds between a recovery and the next kill"""
 
 
 def recover(envs, policy):
-    """Kill a worker; return the seconds until another process takes its place, and until its rows
-    are there again.
-    """
+    """Kill a worker. Return the seconds until its replacement, and until its rows are back."""
     before, pid, killed = (
         len(envs.restarts),
         random.choice([worker.process.pid for worker in envs._pool.workers]),

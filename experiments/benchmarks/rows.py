@@ -1,12 +1,11 @@
-"""How alike rollouts are with another number of workers: the same seed, rows and policy, other
-shares of the rows.
+"""How similar rollouts of the same seed, rows and policy are with different numbers of workers.
 
     python -m experiments.benchmarks.rows
 
 Noise, and the states by which workers decide to pull, follow from the seed, the row and the number
-of the rollout. So only the rounding of matrix products may differ, as their batches do. Trains a
-policy by its gradient, with rollouts of each number of workers in turn. Prints in how many rollouts
-all actions equal those of one worker, and in which rollout the first action differs. After that the
+of the rollout. The batches differ, so only the rounding of matrix products can differ. Trains a
+policy by its gradient, with rollouts from each number of workers in turn. Prints how many rollouts
+have other actions than with one worker, and the number of the first such rollout. After it, the
 runs diverge.
 """
 
@@ -26,19 +25,19 @@ class Args:
     env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3")
     """the environments"""
     workers: tuple[int, ...] = (2, 4, 8)
-    """the numbers of workers, beside one"""
+    """numbers of workers to compare with one worker"""
     num_envs: int = 64
     """environments in all"""
     num_steps: int = 64
-    """steps of a rollout"""
+    """steps per rollout"""
     rollouts: int = 50
     """rollouts, each followed by an update"""
     seeds: int = 3
-    """how many seeds"""
+    """number of seeds, from 1"""
 
 
 def collect(args, env_id, num_workers, seed):
-    """Yield the actions of one rollout after another of a policy that learns."""
+    """Yield the actions of each rollout of a policy that learns."""
     torch.manual_seed(seed)
     env = gym.make(env_id)
     actor = nn.Sequential(

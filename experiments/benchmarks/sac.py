@@ -1,15 +1,17 @@
-"""SAC: sac_clusterenv.py beside CleanRL's sac_continuous_action.py, and beside its own gradient
-steps alone, in turn.
+"""SAC: `sac_clusterenv.py` compared with CleanRL's script, and with its own gradient steps alone.
 
     python -m experiments.benchmarks.sac --cleanrl path/to/cleanrl/cleanrl/sac_continuous_action.py
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
-It runs in this Python, both with torch's default threads and with one; the faster one counts. Ours
-has its default. All have batches of 256 and the same `--learning-starts`. Counts the environment
-steps a second after these: with one gradient step for each, and ours also with one for eight. The
-floor is the fastest way to take the same gradient steps in a loop on data in memory: as the script
-does, with compiled losses, with the whole update compiled, with target networks that follow as one
-flat tensor, and with torch's other Adam. Prints ratios, and medians over the rounds.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and pass the path
+of its script. It runs in this Python, with torch's default threads and with one thread, and the
+faster run counts. Our script runs with its default. All runs take turns, and have batches of 256
+and the same `--learning-starts`. Counts the environment steps per second once learning has started:
+with one gradient step for each environment step, and for our script also with one for eight.
+
+The floor is the fastest way to take the same gradient steps in a loop on data in memory. The ways
+are: as the script does, with compiled losses, with the whole update compiled, with target networks
+that follow as one flat tensor, and with torch's other Adam. Prints ratios, and medians over the
+rounds.
 """
 
 import os
@@ -37,29 +39,29 @@ WAYS = "as in the script", "compiled losses", "compiled update", "flat targets",
 @dataclass
 class Args:
     cleanrl: Path | None = None
-    """path of CleanRL's sac_continuous_action.py; without it only the floor is compared"""
+    """path of CleanRL's sac_continuous_action.py; by default only the floor is compared"""
     env_id: str = "HalfCheetah-v5"
     """the environment"""
     total_timesteps: int = 5000
     """environment steps of each run"""
     learning_starts: int = 1000
-    """of these, those before learning"""
+    """environment steps before learning starts"""
     ways: tuple[str, ...] = WAYS
-    """ways of the floor"""
+    """ways to take the floor's gradient steps"""
     threads: tuple[int, ...] = (1, 2)
-    """threads of the floor's gradient steps"""
+    """numbers of threads for the floor's gradient steps"""
     steps: int = 200
-    """gradient steps of the floor in each round"""
+    """gradient steps of the floor per round"""
     flags: str = ""
-    """further flags of ours"""
+    """further flags of sac_clusterenv.py, in one string"""
     one_thread: bool = False
-    """run CleanRL's script with one thread only, if that is known to be the faster"""
+    """run CleanRL's script with one thread only, if that is known to be faster"""
     rounds: int = 3
-    """rounds of all"""
+    """rounds; each measures everything in turn"""
 
 
 def learner(way: str) -> Callable[[int], None]:
-    """Return what takes gradient step number so and so, on data in memory."""
+    """Return a function that takes the gradient step of a given number, on data in memory."""
     actor, (*qfs, qf1_target, qf2_target) = (
         sac.Actor(ROBOT),
         [sac.SoftQNetwork(ROBOT) for _ in "1234"],
@@ -100,7 +102,7 @@ def learner(way: str) -> Callable[[int], None]:
 
 
 def flattened(networks: list[nn.Module]) -> torch.Tensor:
-    """Return the parameters of networks as one tensor, of which they become views."""
+    """Return the networks' parameters as one tensor. The parameters become views of it."""
     parameters = [parameter for network in networks for parameter in network.parameters()]
     flat = torch.cat([parameter.data.reshape(-1) for parameter in parameters])
     parts = flat.split([parameter.numel() for parameter in parameters])
@@ -110,7 +112,7 @@ def flattened(networks: list[nn.Module]) -> torch.Tensor:
 
 
 def rate(step: Callable[[int], None], threads: int, number: int) -> float:
-    """Return how many gradient steps a second there are."""
+    """Return the gradient steps per second."""
     torch.set_num_threads(threads)
     start = time.perf_counter()
     for each in range(number):
@@ -119,7 +121,7 @@ def rate(step: Callable[[int], None], threads: int, number: int) -> float:
 
 
 def learning_rate(args: Args, script: Path, *flags: str, **variables: str) -> float:
-    """Return a script's environment steps a second, once it learns."""
+    """Return a script's environment steps per second once it learns."""
     common = ["--env-id", args.env_id, "--total-timesteps", str(args.total_timesteps)]
     common += ["--learning-starts", str(args.learning_starts)]
     scalars, _ = train(script, *flags, *common, **variables)
@@ -133,7 +135,7 @@ def main() -> None:
     Distribution.set_default_validate_args(False)
     learners = {way: learner(way) for way in args.ways}
     for step in learners.values():
-        rate(step, 1, 4)  # compiles
+        rate(step, 1, 4)  # compile before the clock starts
     ours = [ROOT / "scripts/sac_clusterenv.py", "--eval-episodes", "0", *args.flags.split()]
     theirs = (
         [] if args.cleanrl is None else [{"OMP_NUM_THREADS": "1"}] + [{}] * (not args.one_thread)

@@ -1,13 +1,13 @@
-"""What SAC returns: sac_clusterenv.py beside CleanRL's sac_continuous_action.py.
+"""The returns of SAC: `sac_clusterenv.py` compared with CleanRL's `sac_continuous_action.py`.
 
     python -m experiments.benchmarks.sac_returns --output runs/sac_returns \
         --cleanrl path/to/cleanrl/cleanrl/sac_continuous_action.py
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
-The two scripts train at the same time on the same machine, each with one thread for its networks,
-one seed after the other. A run that is in --output is not repeated. Prints for each seed the mean
-return of the episodes that ended within the last tenth of the steps, and the seconds since the
-start of the process. Draws the returns over the steps and over the seconds.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and pass the path
+of its script. The two scripts train at the same time on the same machine, each with one thread for
+its networks, one seed after another. A run that is in --output is not repeated. For each seed,
+prints the mean return of the episodes that ended within the last tenth of the steps, and the
+seconds since the start of the process. Draws the returns over the steps and over the seconds.
 """
 
 import json
@@ -30,20 +30,22 @@ class Args:
     cleanrl: Path
     """path of CleanRL's sac_continuous_action.py"""
     output: Path
-    """a directory for a file of each run, and for the plot"""
+    """directory for a file per run, and for the plot"""
     env_id: str = "HalfCheetah-v5"
     """the environment"""
     total_timesteps: int = 100_000
     """environment steps of each run"""
     seeds: int = 3
-    """seeds, from 1"""
+    """number of seeds, from 1"""
     flags: str = ""
-    """further flags of ours, in one string"""
+    """further flags of sac_clusterenv.py, in one string"""
 
 
 def measure(args: Args, name: str, seed: int) -> list[tuple[float, float, float]]:
-    """Train; return of its episodes the environment steps by then, the seconds since the start of
-    the process, and the return. It is the mean of those of ours that ended in the same chunk.
+    """Train. Return the environment steps, the seconds and the return at the end of each episode.
+
+    The seconds count from the start of the process. In our script's logs, the episodes that ended
+    in the same chunk are one entry with their mean return.
     """
     start = time.time()
     flags = ["--env-id", args.env_id, "--seed", str(seed)]
@@ -59,7 +61,7 @@ def measure(args: Args, name: str, seed: int) -> list[tuple[float, float, float]
 
 
 def kept(args: Args, name: str, seed: int) -> np.ndarray:
-    """Return a run's episodes from its file, or train and leave the file."""
+    """Return a run's episodes from its file. If there is no file, train and write it."""
     kind = "ours" if name == OURS else "cleanrl"
     file = args.output / f"{args.env_id}-{args.total_timesteps}-{kind}-{seed}.json"
     if not file.exists():

@@ -1,22 +1,24 @@
-"""One head and up to a thousand workers: its throughput, the cost of it, and the position of the
-knee.
+"""The throughput and the costs of one head with up to a thousand workers.
 
     python -m experiments.benchmarks.scale
 
-The head is a real ClusterEnv. Its workers are simulated, many in one process. Each has a socket of
-its own and speaks the real protocol, but answers each request at once with the same canned rollout,
-made once by the worker's own code. So the head is the limit. It measures vectors (8 float32, chunks
-of 8 environments), Atari's stacked images (84 x 84 x 4 uint8, 2 environments), and the same stacks
-with each frame sent once, over ipc and over tcp with CURVE, by `send` and `recv` and by `rollout`.
+The head is a real ClusterEnv. Its workers are simulated, many in one process. Each has its own
+socket and speaks the real protocol, but answers each request at once with the same canned rollout,
+which the worker's own code has made once. So the head is the limit. The rollouts are vectors (8
+float32, chunks of 8 environments), Atari's stacked images (84 x 84 x 4 uint8, 2 environments), and
+the same stacks with each frame sent once, over ipc and over tcp with CURVE, by `send` and `recv`
+and by `rollout`.
 
-Each line is measured by a fresh process. A pull storm is the time from `send` until the last worker
-has its weights, when all have diverged at once. The one process of all workers then receives as
-much as hundreds of processes would in a cluster. CPU is of all the head's threads. "main" is the
-thread that runs Python. The rest is almost all libzmq's, which reads, and decrypts. Neither counts
-the measuring of divergences, with which `rollout` begins: that is publish_s, and depends on the
-policy. Writes `results/scale.csv` and `results/scale.png` in this directory. At the end it
-extrapolates the throughput of a head on a 25 Gbit/s network, from the CPU time per MB measured
-here.
+A fresh process measures each line. A pull storm is the time from `send` until the last worker has
+its weights, when all workers have diverged at once. The one process of all workers then receives as
+much as hundreds of processes would in a cluster. CPU time is that of all the head's threads. "main"
+is the thread that runs Python. The rest is almost all libzmq's thread, which reads and decrypts.
+Neither includes the measuring of divergences, with which `rollout` begins. That time is publish_s,
+and depends on the policy.
+
+Writes `results/scale.csv` and `results/scale.png` in this directory. At the end, prints the number
+of workers at the knee, up to which the head keeps 80% of its best speed. It also extrapolates the
+throughput of a head on a 25 Gbit/s network from the CPU time per MB measured here.
 """
 
 import csv
@@ -45,13 +47,13 @@ OBSERVATIONS = {
     "image": ((84, 84, 4), np.uint8, 2, 6_700_000),
     "frames": ((84, 84), np.uint8, 2, 6_700_000),
 }
-STACK = 4  # of "frames"
+STACK = 4  # images per stack of "frames"
 TRANSPORTS = {
     "ipc": {},
     "tcp": {"bind_address": "127.0.0.1", "security": "none", "allow_insecure": True},
     "tcp+curve": {"bind_address": "127.0.0.1"},
 }
-# columns of the table, which are most of the CSV's; MB are 10^6 bytes
+# columns of the table, and most of the CSV's columns; a MB is 10^6 bytes
 COLUMNS = {
     "workers": "d",
     "steps_per_s": ",.0f",
@@ -78,29 +80,29 @@ class Args:
     workers: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1000)
     """numbers of workers"""
     observations: tuple[str, ...] = ("vector", "image", "frames")
-    """vector, image, frames"""
+    """kinds of observations: vector, image, frames"""
     transports: tuple[str, ...] = ("ipc", "tcp+curve")
-    """ipc, tcp, tcp+curve"""
+    """transports: ipc, tcp, tcp+curve"""
     modes: tuple[str, ...] = ("send/recv", "rollout")
-    """send/recv (streaming), rollout (everyone's, joined)"""
+    """send/recv (streaming), rollout (the parts of all workers, joined)"""
     num_steps: int = 16
-    """steps of a chunk or rollout"""
+    """steps per chunk or rollout"""
     outstanding: int = 2
-    """requests each worker is ahead, for send/recv"""
+    """outstanding requests per worker, for send/recv"""
     seconds: float = 4
-    """of each measurement"""
+    """seconds per measurement"""
     storms: int = 3
-    """pull storms of each measurement; their median counts"""
+    """pull storms per measurement; the median counts"""
     processes: int = 1
     """processes that the simulated workers share"""
     timeout: float = 180
     """seconds after which a measurement is given up"""
     out: Path = Path(__file__).parent / "results"
-    """where scale.csv and scale.png go"""
+    """directory for scale.csv and scale.png"""
 
 
 def measure(args, observation, transport, mode, num_workers, pipe):
-    """Send a row of the table into ``pipe``."""
+    """Measure one row of the table, and send it into ``pipe``."""
     torch.set_num_threads(1)
     shape, dtype, envs_per_worker, weight_bytes = OBSERVATIONS[observation]
     policy, launcher = (
@@ -123,7 +125,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
         frame_stack=STACK if stacked else None,
         launcher=launcher,
         on_worker_loss="raise",
-        weights="float32",  # the weights of a storm of whole policies
+        weights="float32",  # so that a storm moves whole policies
         worker_timeout=args.timeout,  # a storm may take long where all share two cores
         **TRANSPORTS[transport],
     ) as envs:
@@ -143,7 +145,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
         row["message_bytes"] = sum(launcher.frame_bytes)
 
         messages = steps = 0
-        send_s = recv_s = policy_s = 0.0  # CPU of the main thread
+        send_s = recv_s = policy_s = 0.0  # CPU seconds of the main thread
         publish = envs._collector.publish
 
         def timed_publish(policy):
@@ -196,7 +198,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
             start = time.monotonic()
             envs.publish(policy)
             published, cpu = time.monotonic(), time.process_time()
-            envs.send(1)  # one step: the answers are small
+            envs.send(1)  # one step, so that the responses are small
             for _ in range(num_workers):
                 envs.recv()
             storm_cpu.append(time.process_time() - cpu)
@@ -214,9 +216,7 @@ def measure(args, observation, transport, mode, num_workers, pipe):
 
 
 def in_fresh_process(function, *arguments, timeout):
-    """Call ``function`` in a process of its own; return what it sends into the pipe that is its
-    last argument.
-    """
+    """Call ``function`` in a fresh process. Return what it sends into its last argument, a pipe."""
     ours, theirs = spawn.Pipe(duplex=False)
     process = spawn.Process(target=function, args=(*arguments, theirs))
     process.start()
@@ -241,8 +241,9 @@ def knee(rows):
 
 
 def extrapolate(rows):
-    """Say how much a head whose two busiest threads have a core each takes in at most, and how much
-    25 Gbit/s carries.
+    """Return a line with the most that a head takes in, and how much of it 25 Gbit/s carries.
+
+    The head's two busiest threads have a core each.
     """
     row = max(rows, key=lambda row: row["steps_per_s"])
     step_bytes = row["mb_per_s"] * 1e6 / row["steps_per_s"]

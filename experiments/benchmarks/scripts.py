@@ -1,4 +1,4 @@
-"""Runs a script, ours or a peer's, in a temporary directory, and reads its measurements."""
+"""Functions that run a script in a temporary directory, and read its measurements."""
 
 import contextlib
 import json
@@ -18,11 +18,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(command, directory, timeout=None, stop=None, **variables):
-    """Run a command with these environment variables, and end all that it has started; return its
-    output. The command is ended once ``stop`` returns True, which is called each second.
+    """Run a command with these environment variables. Return its output.
+
+    At the end, all processes that the command has started are killed. ``stop`` is called each
+    second, and the command is killed once it returns True.
+
+    Raises:
+        RuntimeError: the command has failed, or has not ended within ``timeout`` seconds.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends this as Ctrl-C does
-    # A pipe would stay open for as long as any process that was left behind.
+    # SIGTERM ends this process as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A pipe would stay open as long as any process that the command leaves behind.
     output = Path(directory, "output.txt")
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -49,25 +55,25 @@ def call(command, directory, timeout=None, stop=None, **variables):
 
 
 def import_path(directory):
-    """Return a PYTHONPATH that begins with this directory, and goes on as this process's."""
+    """Return a PYTHONPATH of this directory, followed by this process's own."""
     return os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def torchrun(number):
-    """Return the arguments of Python, before a script, that start so many learners."""
+    """Return Python's arguments, before a script, that start ``number`` learners."""
     return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
 
 
 def train(script, *flags, python=sys.executable, launcher=(), timeout=None, stop=None, **variables):
-    """Run a training script; return a function from a tag to its scalars, and its summary if it
-    leaves one.
+    """Run a training script. Return a function from a tag to its scalars, and the run's summary.
 
-    It is ended once ``stop`` returns True, which is called each second with its directory. Python
-    runs ``launcher`` instead, which then runs the script: see `torchrun`.
+    The summary is None if the script writes none. The script is killed once ``stop`` returns True,
+    which is called each second with the run's directory. If there is a ``launcher``, Python runs
+    it, and it runs the script; see `torchrun`.
     """
     script = Path(script).resolve()
     with tempfile.TemporaryDirectory() as directory:
-        # A script of CleanRL's may import cleanrl_utils, which lies beside its folder.
+        # A CleanRL script may import cleanrl_utils, which is beside the script's folder.
         call(
             [str(python), *launcher, str(script), *flags],
             directory,
@@ -84,18 +90,17 @@ def train(script, *flags, python=sys.executable, launcher=(), timeout=None, stop
 
 
 def run(script, *flags, **arguments):
-    """Run a training script; return its last charts/SPS, and its summary if it leaves one."""
+    """Run a training script. Return its last charts/SPS, and its summary or None."""
     scalars, summary = train(script, *flags, **arguments)
     return scalars("charts/SPS")[-1].value, summary
 
 
 def steady(script, *flags, **arguments):
-    """Run a training script; return its environment steps and seconds, without its first and its
-    last iteration.
+    """Run a training script. Return its environment steps and seconds in steady state.
 
-    The last iteration does not overlap with a next one. Without it, the rest is as in a run without
-    an end. But with both --overlap and --compile the first of the remaining iterations finds its
-    rollout ready, which is worth up to 2% in 25 iterations.
+    The first and the last iteration are left out. The last one does not overlap with a next one.
+    Without it, the others are as in an endless run, except that with both --overlap and --compile,
+    the first of them finds its rollout ready. That is worth up to 2% in 25 iterations.
     """
     scalars, _ = train(script, *flags, **arguments)
     first, *_, last, _ = scalars("charts/SPS")
@@ -103,9 +108,9 @@ def steady(script, *flags, **arguments):
 
 
 def measure(module, *arguments, python=sys.executable, timeout=None):
-    """Run a module of benchmarks that ends with `work.report`; return its report."""
+    """Run a benchmark module that ends with `work.report`. Return its steps and seconds."""
     with tempfile.TemporaryDirectory() as directory:
-        # HOME: some peers leave their logs there.
+        # Some libraries write their logs to HOME.
         variables = {"PYTHONPATH": import_path(ROOT), "HOME": directory, "OMP_NUM_THREADS": "1"}
         text = call(
             [str(python), "-m", module, *map(str, arguments)], directory, timeout, **variables

@@ -2,9 +2,10 @@
 
     python -m experiments.benchmarks.security
 
-The environments cost nothing, so only transport remains: vectors like LunarLander's, and Atari's
-stacked images (84 x 84 x 4 bytes a step, 28 kB). All variants take turns, `--rounds` times. Prints
-medians of environment steps per second, and their ratio to plain tcp without heartbeats.
+The environments cost nothing, so only the transport counts. Observations are vectors like
+LunarLander's, and Atari's stacked images (84 x 84 x 4 bytes a step, 28 kB). All variants take
+turns, `--rounds` times. Prints the medians of environment steps per second, and their ratios to
+plain tcp without heartbeats.
 """
 
 import time
@@ -32,7 +33,7 @@ VARIANTS = {
         "security": "none",
         "allow_insecure": True,
         "worker_timeout": 1.0,
-    },  # five a second
+    },  # five heartbeats a second
     "tcp, CURVE, heartbeats": {**TCP, "worker_timeout": 1.0},
     "ipc, heartbeats": {"worker_timeout": 1.0},
 }
@@ -41,9 +42,9 @@ VARIANTS = {
 @dataclass
 class Args:
     rounds: int = 5
-    """how often all variants take their turn"""
+    """rounds; each measures all variants in turn"""
     seconds: float = 3
-    """of each measurement"""
+    """seconds per measurement"""
     num_workers: int = 2
     """worker processes, with 8 environments each"""
 

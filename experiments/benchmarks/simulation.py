@@ -1,7 +1,7 @@
-"""Simulated workers, many in one process: each has a socket of its own and speaks the real
-protocol.
+"""Simulated workers, many in one process.
 
-They answer each request at once with the same canned rollout, made once by the worker's own code.
+Each has its own socket and speaks the real protocol. It answers each request at once with the same
+canned rollout, which the worker's own code has made once.
 """
 
 import multiprocessing
@@ -35,18 +35,16 @@ class SimulatedWorker:
 
 
 class Simulation:
-    """Workers without environments of their own. One real slice of environments makes their canned
-    rollouts.
-    """
+    """Workers that share the canned rollouts of one real slice of environments."""
 
     def __init__(self, weights_at, frame_bytes):
-        # Shared with the head's process.
+        # Both are shared with the head's process.
         self.weights_at, self.frame_bytes = (
             weights_at,
             frame_bytes,
         )
         self.envs = self.actor = None
-        self.canned = {}  # (number of steps, version): a value and its buffers
+        self.canned = {}  # {(number of steps, version): (response, buffers)}
 
     def answer(self, worker, seq, request, buffers):
         if worker.pulling and not isinstance(request, protocol.Weights | protocol.Ping):
@@ -89,7 +87,7 @@ class Simulation:
                 if self.actor is None:
                     self.actor = Actor()
                     self.actor.load_structure(pickle.loads(buffers[0]))
-                    # All weights are zero.
+                    # All of the policy's weights are zero.
                     zeros = map(torch.zeros_like, flat_weights(self.actor.policy))
                     load_weights(self.actor.policy, *(each.numpy() for each in zeros))
                 self.send(worker, seq, protocol.Reply(NO_INFOS, NO_INFOS))
@@ -101,7 +99,7 @@ class Simulation:
 
 
 def simulate(indices, flags, weights_at, frame_bytes):
-    """Be these workers until they are all told to close, or the head is gone."""
+    """Run these workers until all of them are told to close, or the head is gone."""
     torch.set_num_threads(1)
     flags = dict(zip(flags[::2], flags[1::2], strict=True))
     keys = read_key_file(flags["--key-file"]) if "--key-file" in flags else None
@@ -132,7 +130,7 @@ def simulate(indices, flags, weights_at, frame_bytes):
             if fd == head:
                 os._exit(1)
             worker = workers[fd]
-            while True:  # libzmq reports more messages only after it has said that there are none
+            while True:  # until none is left: only then does libzmq's FD report more
                 try:
                     header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
@@ -148,7 +146,7 @@ def simulate(indices, flags, weights_at, frame_bytes):
 
 
 class SimulatedLauncher(Launcher):
-    """Simulated workers in a few processes."""
+    """A launcher of simulated workers in a few processes."""
 
     remote = False
 
@@ -157,9 +155,9 @@ class SimulatedLauncher(Launcher):
         self._processes = [None] * processes
 
     def start(self):
-        # The value of time.monotonic() when a worker last got weights.
+        # The time.monotonic() at which each worker last got weights.
         self.weights_at = spawn.RawArray("d", self.num_workers)
-        self.frame_bytes = spawn.RawArray("q", 1024)  # of the last answer
+        self.frame_bytes = spawn.RawArray("q", 1024)  # bytes of each frame of the last response
         for i in range(len(self._processes)):
             indices = range(i, self.num_workers, len(self._processes))
             arguments = indices, self.flags, self.weights_at, self.frame_bytes

@@ -3,10 +3,10 @@
     python -m experiments.benchmarks.single LunarLander-v3 25 sync
     python -m experiments.benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
-Trains for so many iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv (`async`).
-There are 64 environments, unless a last argument gives another number. Prints the environment steps
-and seconds after the first iteration. `throughput` and `cores` run it, and `peers` runs it on
-EnvPool.
+Trains for the given number of iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv
+(`async`). There are 64 environments, unless a last argument gives another number. Prints the
+environment steps and seconds after the first iteration. `throughput` and `cores` run this module,
+and `peers` runs its loop on EnvPool.
 """
 
 import time
@@ -35,8 +35,9 @@ def mlp(num_inputs, num_outputs):
 
 
 def distribution_for(space):
-    """Return the number of the actor's outputs, a function from them to a distribution of actions,
-    and its parameters.
+    """Return the actor's number of outputs, their distribution, and its parameters.
+
+    The distribution is a function of the outputs.
     """
     if isinstance(space, gym.spaces.Discrete):
         return int(space.n), lambda logits: Categorical(logits=logits), []
@@ -45,8 +46,9 @@ def distribution_for(space):
 
 
 def train(envs, next_obs, iterations):
-    """Train on environments that have just been reset; return the steps and seconds after the first
-    iteration.
+    """Train on environments that were just reset.
+
+    Return the environment steps and the seconds after the first iteration.
     """
     torch.set_num_threads(1)
     torch.manual_seed(1)

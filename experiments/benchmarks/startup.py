@@ -1,4 +1,4 @@
-"""How soon workers act, and what memory they take.
+"""The time until workers act, and the memory that they take.
 
     python -m experiments.benchmarks.startup
     python -m tests.slurm.lab --cores 17 salloc -N1 -n17 \\
@@ -6,10 +6,10 @@
 
 Each row makes CartPole's environments, one for each worker: forked, started singly, with
 Gymnasium's `AsyncVectorEnv`, with Stable-Baselines3's `SubprocVecEnv` if it is installed, or as
-steps of a Slurm job.
-Prints the seconds from the construction to the end of the first rollout of 32 steps (the first 32
-steps of those that do not act), and the proportional set size of all processes but this one. Each
-row is a program of its own, so nothing is left of the row before.
+steps of a Slurm job. Prints the seconds from the construction to the end of the first rollout of 32
+steps (the first 32 steps of workers that do not act), the proportional set size of all processes
+but this one, and the seconds to close. Each row is its own program, so nothing is left from the row
+before.
 """
 
 import os
@@ -35,19 +35,19 @@ class Args:
     workers: tuple[int, ...] = (1, 8, 32, 128)
     """numbers of workers"""
     ways: tuple[str, ...] = WAYS
-    """how they are started; within a job also `slurm`"""
+    """ways to start workers; in a Slurm job also `slurm`"""
     limit: float = 300
-    """seconds a row may take"""
+    """seconds after which a row is given up"""
 
 
 def descendants(pid):
-    """The processes that a process has started, and those that these have started."""
+    """Return the ids of all descendants of a process."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [each for child in children for each in (int(child), *descendants(child))]
 
 
 def workers_of_slurm():
-    """The processes of workers that Slurm has started on this machine."""
+    """Yield the ids of the worker processes that Slurm has started on this machine."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         command = path.read_bytes()
         if b"clusterenv_runtime.worker\0" in command and b"srun" not in command.split(b"\0")[0]:
@@ -55,7 +55,7 @@ def workers_of_slurm():
 
 
 def mebibytes(way):
-    """The proportional set size of all processes that this one has started."""
+    """Return the proportional set size of all processes that this one, or Slurm, has started."""
     kibibytes = 0
     for pid in workers_of_slurm() if way == "slurm" else descendants(os.getpid()):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -90,7 +90,7 @@ def subproc_vec_env(env_fns):
 
 
 def measure(way, number):
-    """Print one row."""
+    """Measure and print one row of the table."""
     env_fns = [partial(gym.make, "CartPole-v1")] * number
     start = time.perf_counter()
     if way == "AsyncVectorEnv":

@@ -1,11 +1,11 @@
-"""How long one step of a learner takes: a script's `update` of a minibatch, by how it is run.
+"""The time of one gradient step: a script's `update` on a minibatch, run in several ways.
 
     python -m experiments.benchmarks.steps
 
-The ways are: eager; with the loss compiled, as `--compile` does it; and, on a GPU, what the scripts
-do there, each of both as one CUDA graph. A graph's inputs are copied to its buffers, which is part
+The ways are: eager; with the loss compiled, as with `--compile`; and on a GPU, each of these as one
+CUDA graph, which is what the scripts do there. Copying the inputs to the buffers of a graph is part
 of the time. Prints medians over the rounds in milliseconds, and the difference between the first
-steps' losses and eager ones (0: the same losses).
+steps' losses and eager ones (0: the losses are the same).
 """
 
 import statistics
@@ -36,36 +36,37 @@ ARGS = SimpleNamespace(
     clip_coef=0.2, norm_adv=True, clip_vloss=True, ent_coef=0.01, vf_coef=0.5, max_grad_norm=0.5,
     gamma=0.99,
 )  # fmt: skip
-FIRST = 12  # steps before the clock starts; a graph is captured within them
+FIRST = 12  # steps before the clock starts; a graph is captured during these
 SCRIPTS = "ppo", "ppo_continuous", "ppo_lstm", "ppo_atari", "dqn", "dqn_atari", "sac"
-COMPILED = "ppo", "ppo_continuous", "ppo_atari", "dqn_atari", "sac"  # those that have --compile
+COMPILED = "ppo", "ppo_continuous", "ppo_atari", "dqn_atari", "sac"  # scripts that have --compile
 
 
 @dataclass
 class Args:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    """where the learner is"""
+    """the learner's device"""
     steps: int = 100
-    """steps of a round"""
+    """steps per round"""
     rounds: int = 5
-    """rounds of each way"""
+    """rounds per way"""
     scripts: tuple[str, ...] = SCRIPTS
-    """what is measured"""
+    """scripts to measure"""
     compile: bool = True
-    """measure compiled losses, too"""
+    """also measure compiled losses"""
     tf32: bool = True
     """multiply matrices on a GPU in TensorFloat-32, as the scripts do"""
 
 
 @dataclass
 class Learner:
-    """What a script calls its `update` with: the optimizer, the network and what else is the same
-    each time, and the tensors of a minibatch.
+    """A script's `update` and its arguments.
+
+    The arguments are the optimizer, fixed arguments, and the tensors of a minibatch.
     """
 
     update: Callable[..., Any]
     optimizer: optim.Optimizer
-    fixed: list[Any]  # the network first
+    fixed: list[Any]  # arguments that stay the same, the network first
     inputs: list[torch.Tensor]
 
     def step(self, *inputs: torch.Tensor) -> Any:
@@ -86,7 +87,7 @@ ROBOT = envs_of((17,), gym.spaces.Box(-1, 1, (6,), np.float32))
 
 
 def make(name: str, device: str, compiled: bool = False) -> Learner:
-    """Make a script's learner, always the same, with minibatches of the script's default size."""
+    """Make a script's learner, always the same, with a minibatch of the script's default size."""
     torch.manual_seed(1)
     frames = torch.randint(256, (256, 4, 84, 84), dtype=torch.uint8)
     buttons = torch.randint(4, (512,))
@@ -151,7 +152,7 @@ def make_dqn_atari(obs: torch.Tensor, actions: torch.Tensor) -> Learner:
 
 
 def make_sac(device: str, batch_size: int = 256) -> Learner:
-    """Make the learner of the Q-networks."""
+    """Make the learner of SAC's Q-networks."""
     qfs, targets = (nn.ModuleList([sac.SoftQNetwork(ROBOT) for _ in range(2)]) for _ in range(2))
     log_alpha, scale, bias = (torch.zeros(size, device=device) for size in ((), 6, 6))
     inputs = [
@@ -163,7 +164,7 @@ def make_sac(device: str, batch_size: int = 256) -> Learner:
 
 
 def ways(args: Args, name: str) -> Any:
-    """Yield each way's name, and a learner's tensors and step."""
+    """Yield each way's name, the tensors of its minibatch, and a function that takes its step."""
     for compiled in (False, True) if args.compile and name in COMPILED else (False,):
         learner = make(name, args.device, compiled)
         yield "compiled" if compiled else "eager", learner.inputs, learner.step
@@ -174,7 +175,7 @@ def ways(args: Args, name: str) -> Any:
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """Return a scalar that tells a script's steps apart: the loss of the values, or of DQN."""
+    """Return the loss by which steps are compared: the loss of the values, or of DQN."""
     if not isinstance(outputs, dict):
         return outputs[0].clone()
     return outputs["qf1_loss" if "qf1_loss" in outputs else "value_loss"].clone()

@@ -1,21 +1,21 @@
-"""Slow workers, and slow steps: the loss from waiting for them.
+"""The speed that is lost by waiting for slow workers and slow steps.
 
-    python -m experiments.benchmarks.straggler          # `rollout` beside `send` and `recv`
+    python -m experiments.benchmarks.straggler          # `rollout`, and `send` and `recv`
     python -m experiments.benchmarks.straggler --ppo --delay 0.008 --seconds 15
     python -m experiments.benchmarks.straggler --sac --num-workers 10 --delay 0.04 --seconds 40
 
 The environments sleep, so that few cores are enough. One of four workers is ten times slower than
-the others. The first command prints the steps per second with and without it, by `rollout`, in
-which all wait for the slowest, and by `send` and `recv`, in which none waits. Streaming can lose no
-less than the slow worker's own share.
+the others. The first command prints the steps per second with and without the slow worker, by
+`rollout`, in which all workers wait for the slowest, and by `send` and `recv`, in which none waits.
+Streaming loses at least the slow worker's own share.
 
-The second one does so with the whole script, with `--no-overlap`, `--overlap` and `--stream` in
-turn. Then, on eight workers, each step takes a time of its own, which is lognormal (sigma 1).
-Beside what is measured stands the speed that remains if only the waiting for the slowest costs
-time, of 20,000 rollouts drawn.
+The second command measures the same with the whole PPO script, with `--no-overlap`, `--overlap` and
+`--stream` in turn. It also runs eight workers on which the time of each step is drawn from a
+lognormal distribution (sigma 1). Beside the measured speeds, it prints the speed that remains if
+only waiting for the slowest worker costs time, from 20,000 drawn rollouts.
 
-The third one runs `sac_clusterenv.py`, with one gradient step for eight environment steps, so that
-the workers set the pace.
+The third command runs `sac_clusterenv.py` with one gradient step for eight environment steps, so
+that the workers set the pace.
 """
 
 import math
@@ -42,19 +42,19 @@ class Args:
     num_workers: int = 4
     """workers, the last of which is slow"""
     delay: float = 0.002
-    """seconds a step takes on the others"""
+    """seconds per step on the other workers"""
     seconds: float = 10
-    """of each measurement"""
+    """seconds per measurement"""
     ppo: bool = False
     """measure ppo_clusterenv.py"""
     sac: bool = False
     """measure sac_clusterenv.py"""
     rounds: int = 3
-    """with --ppo and --sac: of all settings in turn"""
+    """rounds of --ppo and --sac; each measures all settings in turn"""
 
 
 class SleepingEnv(gym.Env):
-    """Sleeps in each step; on one worker ``slowdown`` times as long, if there is one so slow."""
+    """An environment that sleeps in each step, ``slowdown`` times as long on ``slow_worker``."""
 
     observation_space = gym.spaces.Box(-1, 1, (4,))
 
@@ -142,7 +142,7 @@ def measure_ppo(args):
 
 def measure_sac(args, best):
     script, flags = "scripts/sac_clusterenv.py", ["--utd", "0.125", "--learning-starts", "320"]
-    flags += ["--total-timesteps", "32000"]  # of a run of which there are 200 reports
+    flags += ["--total-timesteps", "32000"]  # sets the pace of a run's 200 reports
     ratios = []
     for _ in range(args.rounds):
         even, uneven = (

@@ -1,16 +1,15 @@
-"""Training throughput of PPO: environment steps per second, beside a single process and beside no
-learner.
+"""PPO's training throughput, compared with a single process and with processes that do not learn.
 
     python -m experiments.benchmarks.throughput
 
-All systems do the work of `experiments/benchmarks/work.py`, in turn, `--rounds` times, with one
-torch thread per process. They are: our script with `--no-overlap`, with `--overlap`, compiled, with
-workers that yield to the learner, with all environments on one worker, and on EnvPool (after `pip
-install envpool`); a loop in CleanRL's style in a single process, on SyncVectorEnv and on
-AsyncVectorEnv; and as the floor under any wall time, as many processes as we have workers that step
-and act, without learning or communicating. Measures the steady state: imports, start-up and the
-first iteration are left out, for all alike. Prints medians, ranges, and ratios. Takes about twenty
-minutes on two cores.
+All systems do the work of `experiments/benchmarks/work.py` in turn, `--rounds` times, with one
+torch thread per process. The systems are: our script with `--no-overlap`, with `--overlap`,
+compiled, with workers that yield to the learner, with all environments on one worker, and on
+EnvPool (after `pip install envpool`); a loop in CleanRL's style in a single process, on
+SyncVectorEnv and on AsyncVectorEnv; and as the floor under any wall time, as many processes as our
+script has workers, which step and act without learning or communicating. Measures the steady state:
+imports, start-up and the first iteration are left out for all systems. Prints medians, ranges and
+ratios. Takes about twenty minutes on two cores.
 """
 
 import importlib.util
@@ -33,13 +32,13 @@ class Args:
     env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5")
     """the environments"""
     only: tuple[str, ...] = ()
-    """what to measure: names as printed; all if none is given"""
+    """names of the systems to measure, as printed; all by default"""
     rounds: int = 5
-    """rounds, each of everything in turn"""
+    """rounds; each measures all systems in turn"""
     iterations: int = 25
-    """iterations of each measurement, of 8192 steps and one update"""
+    """iterations per measurement, each of 8192 steps and one update"""
     timeout: float = 600
-    """seconds until a measurement is given up"""
+    """seconds after which a measurement is given up"""
 
 
 def clusterenv(env_id, iterations, timeout, flags=()):
@@ -64,7 +63,7 @@ def single_async(env_id, iterations, timeout):
 
 
 def floor(env_id, iterations, timeout):
-    """Step and act in as many processes as we have workers; the first round is warm-up."""
+    """Step and act in as many processes as there are workers. The first round is warm-up."""
     args = collection.Args(
         env_id=env_id,
         envs_per_worker=work.ENVS_PER_WORKER,
@@ -108,7 +107,7 @@ ONE_WORKER = (
     "--envs-per-worker",
     str(work.NUM_ENVS),
 )
-SYSTEMS = {  # name: (label, how to measure it)
+SYSTEMS = {  # {name: (label, function that measures it)}
     "clusterenv": ("ClusterEnv, 2 workers, --no-overlap", clusterenv_with("--no-overlap")),
     "clusterenv-overlap": ("ClusterEnv, 2 workers, --overlap", clusterenv_with("--overlap")),
     "clusterenv-compile": ("ClusterEnv, 2 workers, --overlap --compile", clusterenv_with(*FAST)),
@@ -141,8 +140,9 @@ if not importlib.util.find_spec("envpool"):
 
 
 def table(rates, systems, env_ids):
-    """Return a table in Markdown: medians and ranges of `rates[env_id, name]`, and ratios to one
-    process and floor.
+    """Return a Markdown table of medians and ranges, and ratios to one process and to the floor.
+
+    ``rates[env_id, name]`` holds a rate for each round.
     """
     lines = [
         "| |" + "".join(f" {env_id}, steps/s | x single-sync | x floor |" for env_id in env_ids)
@@ -166,7 +166,7 @@ def table(rates, systems, env_ids):
 
 
 def select(systems, only):
-    """Return the systems that `--only` names, or all."""
+    """Return the systems that `--only` names, or all systems if it names none."""
     if unknown := set(only) - set(systems):
         raise SystemExit(f"--only {' '.join(sorted(unknown))}: choose from {' '.join(systems)}")
     return {name: system for name, system in systems.items() if name in only or not only}

@@ -1,16 +1,16 @@
-"""How long until a task is solved: seconds to a mean return over the last 100 episodes, for several
-seeds and several ways to run the script.
+"""The time until a task is solved, for several seeds and several ways to run the script.
 
     python -m experiments.benchmarks.time_to_solve
     python -m experiments.benchmarks.time_to_solve --env-id LunarLander-v3 --ways="--gamma 0.99"
     python -m experiments.benchmarks.time_to_solve --ways="--no-overlap,--overlap,--stream" \
         --seeds 10 --stop --output runs/time_to_solve
 
-Trains with the environment's script to the end, or with --stop until the task is solved; all ways
-in turn for each seed. Seconds count from the start of the process, with its imports and the
-workers' start. Beside them stand the seconds of training alone, the environment steps, and without
---stop the returns at the end and after as long a time. With --output, runs that are there already
-are not repeated. With --plot, the returns are drawn against the seconds of training.
+A task is solved once the mean return of the last 100 episodes reaches the task's target. Trains
+with the environment's script to the end, or with --stop until the task is solved, all ways in turn
+for each seed. Seconds count from the start of the process, with its imports and the start of the
+workers. Also prints the seconds of training alone, the environment steps, and without --stop the
+returns at the end and after equal times. With --output, runs that are already there are not
+repeated. With --plot, draws the returns against the seconds of training.
 """
 
 import json
@@ -38,7 +38,7 @@ CARTPOLE = "--num-steps 64 --update-epochs 8 --learning-rate 1e-3 --total-timest
 TASKS = {  # environment: (the return at which it counts as solved, script, flags)
     "LunarLander-v3": (200, "ppo_clusterenv.py", ""),
     "CartPole-v1": (475, "ppo_clusterenv.py", CARTPOLE),
-    # CleanRL's report for ppo_continuous_action.py after a million steps, in v4.
+    # What CleanRL reports for ppo_continuous_action.py after a million steps of v4.
     "HalfCheetah-v5": (1443, "scripts/ppo_continuous_clusterenv.py", ""),
 }
 
@@ -48,21 +48,21 @@ class Args:
     env_id: tuple[Literal["LunarLander-v3", "CartPole-v1", "HalfCheetah-v5"], ...] = tuple(TASKS)
     """the environments"""
     ways: str = ""
-    """further flags of each way, in one string, with commas between the ways"""
+    """flags of each way, in one string, with commas between the ways"""
     common: str = ""
-    """further flags of all ways, in one string"""
+    """flags of all ways, in one string"""
     seeds: int = 5
-    """seeds, from 1"""
+    """number of seeds, from 1"""
     stop: bool = False
     """end each run once the task is solved"""
     output: Path | None = None
-    """a directory for a file of each run; by default none is kept"""
+    """directory for a file per run; by default the runs are not kept"""
     plot: Path | None = None
-    """an image of the returns"""
+    """file for a plot of the returns"""
 
 
 class Watch:
-    """Says whether the task of a run has been solved by now."""
+    """A condition that is True once a run has solved its task, according to its logs."""
 
     def __init__(self, target: float) -> None:
         self._target = target
@@ -81,8 +81,10 @@ class Watch:
 
 
 def measure(env_id: str, way: str, seed: int, stop: bool) -> dict:
-    """Train; return the seconds since the start of the process, those of training, and the steps at
-    which the task was solved, if it was, and what became of the run.
+    """Train. Return when the task was solved, and the results of the run.
+
+    ``solved`` is None, or the seconds since the start of the process, the seconds of training, and
+    the environment steps at which the task was solved.
     """
     target, script, own = TASKS[env_id]
     start = time.time()
@@ -99,7 +101,7 @@ def measure(env_id: str, way: str, seed: int, stop: bool) -> dict:
 
 
 def kept(output: Path, env_id: str, way: str, seed: int, stop: bool) -> dict:
-    """Return the result of a run from its file, or train and leave the file."""
+    """Return the result of a run from its file. If there is no file, train and write it."""
     file = output / f"{env_id}{way.replace(' ', '')}-{seed}{'-stopped' * stop}.json"
     if not file.exists():
         part = file.with_suffix(".part")
@@ -109,12 +111,12 @@ def kept(output: Path, env_id: str, way: str, seed: int, stop: bool) -> dict:
 
 
 def return_at(found: dict, seconds: float) -> float:
-    """Return what a run returned after so many seconds of training, or at its end before."""
+    """Return a run's return after ``seconds`` of training, or at its end if that is earlier."""
     return [value for when, value in found["curve"] if when <= seconds or when == 0][-1]
 
 
 def compare(name: str, values: dict[str, np.ndarray]) -> None:
-    """Print a measure of each way, and its difference from the first."""
+    """Print a measure of each way, and its difference from the first way."""
     first, *_ = values
     print(f"  {name}:")
     for way, column in values.items():
@@ -126,7 +128,7 @@ def compare(name: str, values: dict[str, np.ndarray]) -> None:
 
 
 def draw(path: Path, tasks: dict[str, dict[str, list[dict]]]) -> None:
-    """Draw the interquartile mean of the returns over seconds of training, and the quartiles."""
+    """Draw the interquartile mean and the quartiles of the returns over seconds of training."""
     figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), squeeze=False)
     for axis, (env_id, ways) in zip(axes[0], tasks.items(), strict=True):
         for way, runs in ways.items():
@@ -146,10 +148,10 @@ def draw(path: Path, tasks: dict[str, dict[str, list[dict]]]) -> None:
 
 
 def report(env_id: str, ways: dict[str, list[dict]]) -> None:
-    """Print when each way solved a task, and what it returned."""
+    """Print when each way solved a task, and its returns."""
     print(f"{env_id} to {TASKS[env_id][0]}, {len(next(iter(ways.values())))} seeds:")
     for way, runs in ways.items():
-        # An unsolved one counts as longer than any solved one.
+        # An unsolved run counts as longer than any solved one.
         solved = np.array([found["solved"] or [math.inf] * 3 for found in runs])
         seconds, training, steps = np.median(solved, axis=0)
         low, high = solved[:, 0].min(), solved[:, 0].max()

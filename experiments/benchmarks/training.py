@@ -1,4 +1,4 @@
-"""Training: our PPO scripts beside CleanRL's, the same environments in turn.
+"""Training: our PPO scripts compared with CleanRL's, on the same environments in turn.
 
     python -m experiments.benchmarks.training --cleanrl path/to/cleanrl/ppo.py
     python -m experiments.benchmarks.training --cleanrl path/to/cleanrl/ppo_continuous_action.py \
@@ -6,12 +6,13 @@
     python -m experiments.benchmarks.training --cleanrl path/to/cleanrl/ppo_atari.py \
         --total-timesteps 20480 --flags="--compile"
 
-CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and name its file.
-All run in this Python, CleanRL's both with torch's default threads and with one. `ppo.py` has as
-many environments and the same settings as ours. `ppo_continuous_action.py` and ours each have their
-own defaults, with batches of 2048 steps. `ppo_atari.py`, `ppo_atari_envpool.py` and ours have the
-same settings. Prints the training steps per second that each logs, the ratio to the faster of
-CleanRL's two, and the mean return of the last 100 episodes. Each round has a seed of its own.
+CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and pass the path
+of a script. All scripts run in this Python, CleanRL's both with torch's default threads and with
+one. `ppo.py` has as many environments as our script, and the same settings. For
+`ppo_continuous_action.py`, both scripts have their own defaults, with batches of 2048 steps.
+`ppo_atari.py` and `ppo_atari_envpool.py` have the same settings as our script. Prints the training
+steps per second that each script logs, the ratio to the faster of CleanRL's two runs, and the mean
+return of the last 100 episodes. Each round has its own seed.
 """
 
 import os
@@ -42,15 +43,15 @@ class Args:
     cleanrl: Path
     """path of CleanRL's ppo.py, ppo_continuous_action.py, ppo_atari.py or ppo_atari_envpool.py"""
     env_id: str | None = None
-    """the environment; by default LunarLander-v3, HalfCheetah-v5, or Breakout"""
+    """the environment; by default LunarLander-v3, HalfCheetah-v5 or Breakout, by script"""
     flags: str = ""
-    """further flags of ours, in one string"""
+    """further flags of our script, in one string"""
     total_timesteps: int = 200_000
     """environment steps of each run"""
     rounds: int = 3
-    """rounds, each of both scripts in turn"""
+    """rounds; each runs both scripts in turn"""
     one_thread: bool = False
-    """run CleanRL's script with one thread only, if that is known to be the faster"""
+    """run CleanRL's script with one thread only, if that is known to be faster"""
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""Goodput of rollouts through ClusterEnv beside raw ZeroMQ, which sends frames of the same sizes
-and reads none of them.
+"""The goodput of rollouts, compared with raw ZeroMQ messages of the same sizes.
 
     python -m experiments.benchmarks.transport
 
 The rollouts are canned, as in `experiments.benchmarks.scale`: vectors (8 float32) and Atari's
 stacked images (84 x 84 x 4 uint8), over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with
-as many DEALERs in another process, without copies on either side and with as many messages
-outstanding. It drops the frames that it receives; ClusterEnv decodes, validates, and hands out
-writable arrays. They take turns, `--rounds` times. Prints medians, their ratio, and the receiver's
-CPU per MB.
+as many DEALERs in another process as there are workers, without copies on either side, and with as
+many messages outstanding. The ROUTER drops the frames that it receives, while ClusterEnv decodes
+and validates them, and returns writable arrays. Both take turns, `--rounds` times. Prints medians,
+their ratio, and the receiver's CPU time per MB.
 """
 
 import multiprocessing
@@ -33,25 +32,23 @@ from .simulation import SimulatedLauncher, spawn
 @dataclass
 class Args:
     observations: tuple[str, ...] = ("vector", "image")
-    """vector, image"""
+    """kinds of observations: vector, image"""
     transports: tuple[str, ...] = ("ipc", "tcp", "tcp+curve")
-    """ipc, tcp, tcp+curve"""
+    """transports: ipc, tcp, tcp+curve"""
     num_workers: int = 2
     """simulated workers, and raw sockets, in one process"""
     num_steps: int = 128
-    """steps of a rollout, in 32 (vectors) or 8 (images) environments"""
+    """steps per rollout; a worker has 32 environments of vectors, or 8 of images"""
     outstanding: int = 2
-    """messages each worker is ahead"""
+    """outstanding requests per worker"""
     seconds: float = 2
-    """of each measurement"""
+    """seconds per measurement"""
     rounds: int = 5
-    """rounds, each of all ways in turn"""
+    """rounds; each measures all ways in turn"""
 
 
 def raw_workers(num_workers, address, key_file, sizes):
-    """Send frames of these sizes for each received message, until an empty one comes or the
-    receiver is gone.
-    """
+    """Send frames of these sizes for each message, until it is empty or the receiver is gone."""
     context, poller, head = zmq.Context(), zmq.Poller(), multiprocessing.parent_process().sentinel
     poller.register(head, zmq.POLLIN)
     frames = [np.ones(size, np.uint8).data for size in sizes]
@@ -72,7 +69,7 @@ def raw_workers(num_workers, address, key_file, sizes):
 
 
 class Raw:
-    """A ROUTER that asks raw workers for their frames."""
+    """A ROUTER that requests frames from raw workers."""
 
     def __init__(self, num_workers, transport, sizes):
         self.context, self.directory = zmq.Context(), tempfile.TemporaryDirectory()
@@ -112,8 +109,9 @@ class Raw:
 
 
 def stream(send, recv, args):
-    """Return messages per second and CPU seconds per message of this process, asking each worker
-    for the next at once.
+    """Return this process's messages per second, and its CPU seconds per message.
+
+    Each worker is asked for its next message at once.
     """
     for _ in range(args.outstanding):
         send()
@@ -149,7 +147,7 @@ def compare(args, observation, transport):
         for number in range(args.rounds + 1):
             for way, run in ways.items():
                 rates = run()
-                if number:  # otherwise it is warm-up
+                if number:  # the first round is warm-up
                     measured[way].append(rates)
         raw.close()
     megabytes = sum(sizes) / 1e6

@@ -1,1 +1,1 @@
-"""The savings and costs of APS, as tables and figures; see README.md here."""
+"""The savings and costs of APS, as tables and figures. See the README.md in this directory."""

@@ -1,4 +1,4 @@
-"""The table of claims: every setting against others, seed by seed, in claims.csv and claims.md."""
+"""The table of claims, in claims.csv and claims.md: each setting against others, seed by seed."""
 
 import csv
 import functools
@@ -11,7 +11,7 @@ COLUMNS = {
     "return": "mean_return_100",
     "eval": "eval_return_mean",
     "training": "training_return",
-}  # of claims.csv
+}  # {name in claims.csv: column of a run}
 HELD_OUT = 6  # the first seed of headline_*.yaml
 HEADER = (
     "| | against | seeds | pulls | bytes | last 100 episodes | evaluation | all of training |\n"
@@ -34,10 +34,9 @@ def difference(a, b, axis=0):
 
 
 def matched(task, setting, others):
-    """Return the other setting (but not always) with about as many pulls on the same seeds, or
-    None.
+    """Return another setting, but not always, with about as many pulls on the same seeds, or None.
 
-    Among several it is the one that shares most seeds, and among those the closest.
+    Of several, this is the one that shares the most seeds, and of those the closest.
     """
     near = []
     for other in others:
@@ -50,12 +49,12 @@ def matched(task, setting, others):
 
 @functools.cache
 def claims(task):
-    """Compare each setting with always, and by divergence with a fixed interval of as many pulls,
-    seed by seed.
+    """Compare settings seed by seed. Return the rows of the table.
 
-    Compare a variant, such as the plain objective, also with its original: with as many pulls, and
-    at the same threshold. Compare once more with the held-out seeds alone, where there are some: no
-    setting was chosen for its result on these.
+    Each setting is compared with always, and a `kl` setting also with a fixed interval of about as
+    many pulls. A variant, for example the plain objective, is also compared with its original, with
+    about as many pulls and at the same threshold. Where there are held-out seeds, they are compared
+    once more alone, because no setting was chosen for its result on them.
     """
     rows, first = [], task.settings("kl", next(iter(task.variants()), None))
     for setting in sorted(task.runs):
@@ -106,7 +105,7 @@ def claims(task):
 
 
 def write(rows, results):
-    """Write claims.csv, and claims.md for reading."""
+    """Write claims.csv, and claims.md, its readable form."""
     with open(results / "claims.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(rows[0])

@@ -1,5 +1,4 @@
-"""Tables of the runs of the sweep files in a directory. experiments/figures/plot.py draws from
-them.
+"""The tables of finished runs, from which experiments/figures/plot.py draws.
 
     python -m experiments.figures.collect  # of experiments/figures/recipes/main
     python -m experiments.figures.collect --sweeps experiments/figures/recipes/quick \
@@ -7,9 +6,9 @@ them.
 
 Reads the TensorBoard logs and the result.json of the runs that experiments/sweeps/run.py has
 finished in RUNS/{name of the sweep file}. Writes two tables in the order of the sweep files:
-runs.csv with a row for each run, and curves.csv with POINTS rows for each. Runs that are neither
-finished nor in the tables yet are left out. A run that is in the tables and no longer on disk keeps
-its rows. A run that is in no sweep file any more loses them.
+runs.csv with a row for each run, and curves.csv with POINTS rows for each run. Runs that are
+neither finished nor in the tables yet are left out. A run that is in the tables but no longer on
+disk keeps its rows. A run that no sweep file has any more loses them.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from experiments.sweeps.attempts import directory_of, replace, result_of
 from experiments.sweeps.checks import check
 from experiments.sweeps.configurations import configurations, fill_macros, load, nest
 
-POINTS = 50  # of a curve, evenly spaced in environment steps
+POINTS = 50  # points per curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
 LAST = {"pulls": "sync/pulls_per_worker", "bytes": "sync/bytes"}  # cumulative
 SETTINGS = (
@@ -53,7 +52,7 @@ def number(value):
 
 
 def command_of(setup, flat):
-    """Return the command of a configuration as one would type it in the repository's root."""
+    """Return a configuration's command as one would type it in the repository's root."""
     macros = fill_macros(setup, nest(flat))
     macros |= {"${env}": [], "${interpreter}": ["python"], "${program}": [setup["program"]]}
     return shlex.join(
@@ -62,12 +61,11 @@ def command_of(setup, flat):
 
 
 def curves(logs, total_steps):
-    """Read curves from TensorBoard logs, onto the same grid of steps for every run: {name: POINTS
-    values}.
+    """Return the curves of TensorBoard logs, {name: POINTS values}, on a grid of environment steps.
 
-    A point has the mean of the values that were logged since the previous point, or for cumulative
-    values the last of them. If nothing was logged, for instance because no episode ended, it
-    repeats the previous point.
+    A point is the mean of the values that were logged since the previous point, or the last of them
+    if they are cumulative. If nothing was logged, for example because no episode ended, it repeats
+    the previous point.
     """
     run = LoggedRun(str(logs))
     grid = total_steps * np.arange(1, POINTS + 1) / POINTS
@@ -82,7 +80,7 @@ def curves(logs, total_steps):
 
 
 def read_run(name, setup, flat, directory):
-    """Return the row of a finished run and its curves, or None if it is not on disk."""
+    """Return a finished run's row and its curves, or None if the run is not on disk."""
     result = result_of(directory)
     logs = (
         sorted((directory / result["attempt"]).glob("runs/*/events.out.tfevents.*"))
@@ -113,7 +111,7 @@ def read_run(name, setup, flat, directory):
 
 
 def read_table(path):
-    """Return the rows of a table by their run."""
+    """Return a table's rows by run."""
     rows = {}
     if path.exists():
         with open(path, newline="") as file:
@@ -138,19 +136,19 @@ def main():
         "--sweeps",
         type=Path,
         default="experiments/figures/recipes/main",
-        help="where the sweep files are",
+        help="directory of the sweep files",
     )
     parser.add_argument(
         "--runs",
         type=Path,
         default="runs/main",
-        help="where they were run, one directory for each",
+        help="directory of their runs, with a subdirectory for each file",
     )
     parser.add_argument(
         "--results",
         type=Path,
         default="experiments/figures/results/main",
-        help="where the tables are, or go",
+        help="directory of the tables",
     )
     args = parser.parse_args()
     paths = args.results / "runs.csv", args.results / "curves.csv"
@@ -174,13 +172,13 @@ def main():
                 points += old_curves[directory.name]
     check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
     args.results.mkdir(parents=True, exist_ok=True)
-    # First, so that no run is without its curves whenever this is interrupted.
+    # The curves come first, so that an interrupt never leaves a run without its curves.
     write_table(paths[1], points)
     write_table(paths[0], runs)
     gone = len(set(old_runs) - planned)
     print(
         f"{len(runs)} of {len(planned)} runs in {args.results}"
-        + f"; dropped {gone} of no sweep file" * bool(gone)
+        + f"; dropped {gone} that no sweep file has" * bool(gone)
     )
 
 

@@ -10,7 +10,7 @@ from clusterenv_runtime.script import plot
 from clusterenv_runtime.script.estimates import interval, iqm
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, _, BLACK = plot.COLORS
-RETURN = "return of the last 100 episodes"  # the label of an axis
+RETURN = "return of the last 100 episodes"  # an axis label
 matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -19,7 +19,7 @@ def number_of(seeds):
 
 
 def draw(axes, task, setting, name, color, seeds=None, **style):
-    """Draw a curve with its interval, of these seeds or of all."""
+    """Draw a curve with its interval, over the given seeds or over all of them."""
     steps = next(iter(task.curves[setting].values()))["step"]
     band = interval(iqm, task.curve(setting, name, seeds), resamples=1000)
     plot.draw(axes, steps, band, color, str(setting), **style)
@@ -28,9 +28,7 @@ def draw(axes, task, setting, name, color, seeds=None, **style):
 
 
 def draw_all(axes, task, settings, name):
-    """Draw a curve for each threshold, colored by its order among all of the task, and the curve of
-    always.
-    """
+    """Draw the curves of always and of the thresholds, each colored by its rank in the task."""
     thresholds = sorted({setting.value for setting in task.runs if setting.mode == "kl"})
     colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(thresholds)))
     for setting in settings:
@@ -40,7 +38,7 @@ def draw_all(axes, task, settings, name):
 
 
 def points(axes, places, task, settings, column, color, **style):
-    """Draw a value and its interval for each setting, at these places."""
+    """Draw a value and its interval for each setting, at the given places."""
     values = np.array([interval(iqm, task.column(setting, column)) for setting in settings]).T
     axes.plot(places, values[0], color=color, markersize=4, **style)
     axes.vlines(places, values[1], values[2], color=color, linewidth=1)
@@ -59,11 +57,9 @@ def logarithmic(axis):
 
 
 def spread(figure, *groups):
-    """Move the texts of each group beside their points, so that they cover neither each other nor a
-    point.
-    """
+    """Move the texts of each group, so that they cover neither each other nor a point."""
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # later drawing does not move anything
+    figure.set_layout_engine("none")  # so that later drawing moves nothing
     for texts in groups:
         axes = texts[0].axes
         marks = np.concatenate([line.get_xydata() for line in axes.lines])

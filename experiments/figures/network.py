@@ -1,4 +1,7 @@
-"""Networks of namespaces on this machine, with links to cut or slow down; as root, on Linux."""
+"""Networks of namespaces on this machine, whose links can be cut or slowed down.
+
+They need root on Linux.
+"""
 
 import asyncio
 import contextlib
@@ -9,11 +12,11 @@ import threading
 
 
 def why_no_namespaces():
-    """Say why a worker cannot have a network namespace here, or nothing if it can."""
+    """Return why a worker cannot have a network namespace here, or "" if it can."""
     if os.getuid() != 0:
         return "only root may make network namespaces"
     if shutil.which("ip") is None or shutil.which("nsenter") is None:
-        return "the commands ip (package iproute2) and nsenter are not there"
+        return "the commands ip (package iproute2) and nsenter are not installed"
     result = ip("netns", "add", f"ce{os.getpid()}", check=False)
     ip("netns", "delete", f"ce{os.getpid()}", check=False)
     return (
@@ -26,7 +29,7 @@ def ip(*words, check=True):
 
 
 class Network:
-    """A namespace for each worker, all on one bridge with the head."""
+    """A network with a namespace for each worker, all on one bridge with the head."""
 
     def __init__(self, num_workers):
         self.namespaces = [f"ce{os.getpid()}-{index}" for index in range(num_workers)]
@@ -55,13 +58,13 @@ class Network:
 
     def __exit__(self, *_):
         for namespace, link in zip(self.namespaces, self._links, strict=True):
-            # At once: with its namespace the link would go some time later.
+            # This deletes the link at once. With its namespace, it would go some time later.
             ip("link", "delete", link, check=False)
             ip("netns", "delete", namespace, check=False)
         ip("link", "delete", self._bridge, check=False)
 
     def limit(self, index, rate):
-        """Let no more than this rate, such as "10mbit", through a link in either direction."""
+        """Limit a link to this rate in each direction, for example "10mbit"."""
         bucket = ["root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms"]
         for where, device in (([], self._links[index]), (["-n", self.namespaces[index]], "eth0")):
             command = ["tc", *where, "qdisc", "add", "dev", device, *bucket]
@@ -75,11 +78,11 @@ class Network:
 
 
 class Delay:
-    """Relays TCP connections from a port of its own to another of the same host, and delays the
+    """A relay of TCP connections, from its own port to another on the same host, that delays all
     bytes.
 
-    This is done here and not by tc, whose netem is not in every kernel. TCP itself does not notice:
-    its windows grow as without.
+    tc could also delay them, but not every kernel has its netem. TCP does not notice the delay: its
+    windows grow as they would without it.
     """
 
     def __init__(self, host, port, seconds):
@@ -90,7 +93,7 @@ class Delay:
         self._thread.start()
 
     async def _relay(self, reader, writer):
-        # The ends may be killed.
+        # Either end may be killed.
         with (
             contextlib.suppress(OSError, asyncio.CancelledError),
             contextlib.closing(writer),

@@ -1,13 +1,12 @@
-"""The figures and the table of claims, from experiments/figures/results/main/*.csv. The same tables
-give the same bytes.
+"""The figures and the table of claims, from experiments/figures/results/main/*.csv.
 
     python -m experiments.figures.plot  # *.png, claims.csv and claims.md of results/main
     python -m experiments.figures.plot --results runs/quick/results --output runs/quick
 
-Every value is an interquartile mean (IQM) over seeds with a 95% bootstrap interval: the seeds are
-resampled, and for differences between two settings the pairs of one seed
-(https://arxiv.org/abs/2108.13264; every figure is of one environment, so there is one stratum).
-Settings that have not run yet are left out, and captions state the number of seeds.
+The same tables give the same bytes. Every value is an interquartile mean (IQM) over seeds, with a
+95% bootstrap interval: the seeds are resampled, and for differences between two settings the pairs
+of one seed (https://arxiv.org/abs/2108.13264; every figure is of one environment, so there is one
+stratum). Settings that have not run yet are left out. Captions state the number of seeds.
 """
 
 import argparse
@@ -42,8 +41,9 @@ from .tasks import ALWAYS, PLAIN, load
 
 
 def learning_curves(task):
-    """Return against steps, a panel for each threshold, with always and a fixed interval of as many
-    pulls behind it.
+    """Draw the return against steps, with a panel for each threshold.
+
+    Behind a threshold's curve are those of always and of a fixed interval with about as many pulls.
     """
     settings = [
         key
@@ -86,7 +86,7 @@ def learning_curves(task):
 
 
 def synchronization(task):
-    """Pulls and bytes so far against steps."""
+    """Draw pulls and bytes so far against steps."""
     settings = task.settings("kl")
     settings = [key for key in settings if key.decoupled] or settings
     figure, ((left, right),) = subplots(1, 2, 8, 3.4)
@@ -102,8 +102,9 @@ def synchronization(task):
 
 
 def objectives(task):
-    """Final return and pulls at each threshold, with the decoupled objective and the plain one,
-    both with whole weights.
+    """Draw final return and pulls at each threshold, for the decoupled and for the plain objective.
+
+    Both have whole weights.
     """
     settings = [key for key in task.settings("kl") if key.weights == "float32"]
     kinds = {
@@ -146,11 +147,10 @@ def objectives(task):
 
 
 def frontier(task):
-    """Final return against bytes of weights, for divergence and for fixed intervals; and both at
-    matched pulls, if any.
+    """Draw final return against bytes of weights, for divergence and for fixed intervals.
 
-    Thresholds that are never reached, as with the plain objective, are left out: there workers pull
-    only once.
+    If there are matched settings, draw their differences, too. Thresholds that are never reached,
+    as with the plain objective, are left out: there, workers pull only once.
     """
     fixed = task.settings("interval")
     if not fixed:
@@ -201,8 +201,9 @@ def frontier(task):
 
 
 def frontier_of(axes, task, families, column):
-    """Draw a column against bytes, for families (settings, color, marker, name), and return each
-    point's number.
+    """Draw a column against bytes for each family. Return the texts of the points' numbers.
+
+    A family is (settings, color, marker, name).
     """
     axes.set_xscale("log")
     numbers = []
@@ -220,7 +221,7 @@ def frontier_of(axes, task, families, column):
 
 
 def differences(axes, rows, name, colors):
-    """Draw a column's difference between each threshold and the fixed interval of as many pulls."""
+    """Draw a column's difference between each threshold and its matched fixed interval."""
     for place, row in enumerate(rows):
         color = colors[row["setting"]]
         axes.plot(row[f"{name}_difference"], place, "o", color=color, markersize=4)
@@ -236,9 +237,7 @@ def differences(axes, rows, name, colors):
 
 
 def lag(task):
-    """KL and policy lag against steps, and below the same with the plain objective or a tighter
-    bound on the lag.
-    """
+    """Draw KL and policy lag against steps, with a row of panels for each variant."""
     kinds = [task.settings("kl", variant) for variant in task.variants()]
     figure, grid = subplots(len(kinds), 2, 8, 1 + 2.6 * len(kinds), sharex=True)
     for (left, right), settings in zip(grid, kinds, strict=True):
@@ -249,13 +248,13 @@ def lag(task):
             fontsize=9,
             loc="left",
         )
-        left.set_yscale("symlog", linthresh=1e-3)  # it may be 0
+        left.set_yscale("symlog", linthresh=1e-3)  # because KL may be 0
         left.set(ylabel="KL before a pull, nats")
         right.set(ylabel="policy lag, versions")
         right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     for below in grid[1:, 0]:
         below.sharey(grid[0, 0])
-    grid[0, 0].set_ylim(bottom=0)  # now that all is drawn, as it fixes the top, too
+    grid[0, 0].set_ylim(bottom=0)  # last, because it also fixes the top
     title = (
         "KL after each update, whether a pull followed or not, and how old the policies are that "
         "act"
@@ -271,13 +270,13 @@ def main():
         "--results",
         type=Path,
         default="experiments/figures/results/main",
-        help="where the tables are, and claims go",
+        help="directory of the tables and of the claims",
     )
     parser.add_argument(
         "--output",
         type=Path,
         default="experiments/figures/results/main",
-        help="where the figures go; it is made",
+        help="directory of the figures; it is made if missing",
     )
     args = parser.parse_args()
     slow, runs = (args.results / name for name in ("slow_network.csv", "runs.csv"))
@@ -298,7 +297,7 @@ def main():
         for figure_of in (learning_curves, synchronization, objectives, frontier, lag):
             if task.variants() and (figure := figure_of(task)):
                 path = args.output / f"{task.name}_{figure_of.__name__}.png"
-                # Without Matplotlib's version.
+                # The metadata omit Matplotlib's version.
                 figure.savefig(path, dpi=150, metadata={"Software": None})
                 print(path)
         rows += claims(task)

@@ -1,12 +1,12 @@
-"""Whether the runs of the figures repeat at this commit: some of them, drawn at random.
+"""A check that the runs of the figures repeat at this commit, on some runs drawn at random.
 
     python -m experiments.figures.repeat
     python -m experiments.figures.repeat --results experiments/figures/results/sac --runs 2
 
-Runs again what the tables' `command` says, and compares pulls, bytes of weights, and returns. They
-are the same to the last digit on a machine of the same kind with the same versions, unless a commit
-since then has changed what is random. Runs of other machines, runs that were resumed, and runs that
-lost a worker are not drawn. Prints a line for each run. The exit code is 1 if one differs.
+Runs the `command` of rows of the tables again, and compares pulls, bytes of weights, and returns.
+They are the same to the last digit on a machine of the same kind with the same versions, unless a
+commit since then has changed what is random. Runs of other machines, resumed runs, and runs that
+lost a worker are not drawn. Prints a line for each run. The exit code is 1 if a run differs.
 """
 
 import csv
@@ -28,15 +28,15 @@ COMPARED = "global_step", "pulls_per_worker", "sync_bytes", "mean_return_100", "
 @dataclass
 class Args:
     results: Path = ROOT / "experiments/figures/results/main"
-    """the directory of the tables"""
+    """directory of the tables"""
     runs: int = 4
-    """how many runs, each of another environment or program as far as there are others"""
+    """number of runs, from different programs and environments where possible"""
     seed: int = 1
-    """seeds the draw"""
+    """seed of the draw"""
 
 
 def drawn(rows: list[dict[str, str]], runs: int, seed: int) -> list[dict[str, str]]:
-    """Return so many rows, in turn of each program and environment."""
+    """Return ``runs`` rows, from each program and environment in turn."""
     random.Random(seed).shuffle(rows)
     taken: dict[tuple[str, str], int] = {}
     turns = []
@@ -61,11 +61,11 @@ def main() -> None:
             and row["worker_restarts"] == "0"
         ]
     if not rows:
-        sys.exit(f"error: {args.results} has no run of such a machine: {machine}")
+        sys.exit(f"error: {args.results} has no run of this kind of machine: {machine}")
     differing = 0
     for row in drawn(rows, args.runs, args.seed):
         _, program, *flags = shlex.split(row["command"])
-        _, summary = train(ROOT / program, *flags, OMP_NUM_THREADS="1")  # as these runs had
+        _, summary = train(ROOT / program, *flags, OMP_NUM_THREADS="1")  # as in the original runs
         found = {name: str(number(summary[name])) for name in COMPARED}
         differs = [f"{name} {found[name]}, was {row[name]}" for name in COMPARED
                    if float(found[name]) != float(row[name])]  # fmt: skip

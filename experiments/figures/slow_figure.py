@@ -6,7 +6,7 @@ import numpy as np
 
 from .drawing import BLACK, BLUE, GREEN, ORANGE, RETURN, logarithmic, subplots
 
-SOLVED = 475  # CartPole-v1
+SOLVED = 475  # the return at which CartPole-v1 counts as solved
 SLOW_COLORS = {
     "always": BLACK,
     "KL > 0.1": BLUE,
@@ -16,8 +16,9 @@ SLOW_COLORS = {
 
 
 def slow_network(path):
-    """Return against seconds with workers behind slow links: a panel for each rate, a line for each
-    seed.
+    """Draw return against seconds with workers behind slow links.
+
+    Each link has a panel, and each seed a line.
     """
     runs, numbers = {}, set()  # {(Mbit/s, milliseconds): {rule: {seed: [(seconds, return)]}}}
     with open(path, newline="") as file:

@@ -1,13 +1,12 @@
-"""Training with workers behind a slow link: seconds to a return, for each kind of pull.
+"""Training with workers behind a slow link: return against seconds, for each kind of pull.
 
     python -m experiments.figures.slow_network  # as root, on Linux; about two hours
     python -m experiments.figures.plot
 
-All workers are in a network namespace whose only link is limited to so many Mbit/s in either
-direction (the token bucket of tc), and may add a delay of so many milliseconds, there and back (a
-relay). The head is outside: tcp with CURVE, --launcher external. Runs PPO on CartPole-v1, with
-hidden layers of WIDTH instead of 64. A run that is in the table is not run again; others are added
-to it.
+All workers are in a network namespace whose only link is limited to some Mbit/s in each direction
+(by the token bucket of tc), and may have a round-trip delay of some milliseconds (by a relay). The
+head is outside: tcp with CURVE, --launcher external. Runs PPO on CartPole-v1, with hidden layers of
+WIDTH instead of 64. A run that is in the table is not run again. New runs are added to it.
 """
 
 import argparse
@@ -63,7 +62,7 @@ TAGS = ("charts/mean_return_100", "sync/pulls_per_worker", "sync/bytes")
 
 
 def why_not():
-    """Say why no link can be slowed down here, or nothing if one can."""
+    """Return why no link can be slowed down here, or None if one can."""
     if reason := why_no_namespaces():
         return reason
     try:
@@ -76,8 +75,9 @@ def why_not():
 
 
 def train(network, flags, directory, delay_ms=0):
-    """Run the head here and its workers in the namespace; return a row of COLUMNS from `seconds` on
-    per iteration.
+    """Run the head here and its workers in the namespace. Yield a row for each iteration.
+
+    A row has the values of COLUMNS from `seconds` to `bytes`.
     """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
@@ -119,7 +119,7 @@ def train(network, flags, directory, delay_ms=0):
                         line = re.sub(rf"({network.head}):\d+", rf"\1:{relay.port}", line)
                     workers.append(subprocess.Popen(shlex.split(line), **options))
                 if any(worker.poll() for worker in workers):
-                    break  # otherwise the head would wait until it is started once more
+                    break  # otherwise the head waits until somebody starts the worker again
                 time.sleep(0.1)
         finally:
             for process in (head, *workers):
@@ -150,23 +150,23 @@ def link(text):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Train behind slow links; append to a table what is not in it yet."
+        description="Train behind slow links. Append the runs that are not in the table yet."
     )
-    links = "Mbit/s of the link, with milliseconds of delay after a colon"
+    links = "Mbit/s of each link, and after a colon its delay in milliseconds, if any"
     parser.add_argument(
         "--links", type=link, nargs="+", default=[(1, 0), (10, 0), (100, 0), (100, 100)], help=links
     )
-    parser.add_argument("--seeds", type=int, default=3, help="seeds, from 1")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 1")
     parser.add_argument(
         "--table",
         type=Path,
         default="experiments/figures/results/main/slow_network.csv",
-        help="where results go",
+        help="table of the results",
     )
     args = parser.parse_args()
     if reason := why_not():
         sys.exit(f"error: {reason}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which runs every `finally`
     done, this = set(), here()
     where = [
         this["machine"],
@@ -202,4 +202,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("interrupted; what has finished is in the table, and is not run again")
+        sys.exit("interrupted; finished runs are in the table, and are not run again")

@@ -1,13 +1,12 @@
-"""What old policies cost, and what corrects for it: a figure and a table of the runs of
-recipes/staleness.
+"""The cost of old policies and what corrects for it: a figure and a table of recipes/staleness.
 
     python -m experiments.figures.collect --sweeps experiments/figures/recipes/staleness \
         --runs runs/staleness --results experiments/figures/results/staleness
     python -m experiments.figures.staleness
 
 Policies act up to `sync_interval` - 1 versions behind. Values are interquartile means (IQM) over
-seeds, pale points are single seeds. The table has differences of pairs of one seed, with 95%
-bootstrap intervals where the seeds are enough.
+seeds, and pale points are single seeds. The table has differences between pairs of one seed, with
+95% bootstrap intervals where there are enough seeds.
 """
 
 import argparse
@@ -22,17 +21,20 @@ from clusterenv_runtime.script.estimates import ENOUGH, interval, iqm
 from .claims import difference
 from .drawing import BLUE, ORANGE, subplots
 
-HELD_OUT = 4  # the first seed of confirm_*.yaml; the screening has those before it
+HELD_OUT = 4  # the first seed of confirm_*.yaml; the screening has the seeds before it
 BASE = "decoupled"
-RULES = {BASE: BLUE, "V-trace": ORANGE}  # both are decoupled
-MEASURES = {  # a column, its title, its heading
+RULES = {BASE: BLUE, "V-trace": ORANGE}  # both have the decoupled objective
+MEASURES = {  # {column: title of its axis and heading in the table}
     "eval_return_mean": "evaluation of the learned policy",
     "training_return": "mean return of all of training",
 }
 
 
 def load(results):
-    """Return rows of runs.csv by environment, rule, trigger and seed, with means of curves.csv."""
+    """Return the rows of runs.csv with means of curves.csv, by a key and the seed.
+
+    A key is (environment, rule, mode, trigger).
+    """
     curves = defaultdict(list)
     with open(results / "curves.csv", newline="") as file:
         for row in csv.DictReader(file):
@@ -83,7 +85,7 @@ def draw(runs):
 
 
 def table(runs):
-    """Return lines of Markdown: measures' means for each rule, and differences from BASE."""
+    """Return lines of Markdown with each rule's means, and their differences from BASE."""
     lines = [
         "| environment | at most behind | seeds | rule | mean divergence, nats | "
         + " | ".join(MEASURES.values())
@@ -106,7 +108,7 @@ def table(runs):
 
 
 def compare(base, rows, name, seeds):
-    """Return a measure's mean, and its difference from that of other rows."""
+    """Return a measure's mean, and its difference from that of ``base``, as text."""
     values, others = (column(each, name, seeds) for each in (rows, base))
     if rows is base:
         return f"{iqm(values):.0f}"
@@ -123,7 +125,7 @@ def main():
         "--results",
         type=Path,
         default="experiments/figures/results/staleness",
-        help="where the tables are, and the figure goes",
+        help="directory of the tables and of the figure",
     )
     results = parser.parse_args().results
     runs = load(results)

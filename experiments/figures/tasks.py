@@ -1,6 +1,4 @@
-"""Reads the tables of experiments/figures/collect.py: for each task, the runs of its settings and
-their curves.
-"""
+"""The tables of experiments/figures/collect.py: for each task, its settings' runs and curves."""
 
 import csv
 import shlex
@@ -18,14 +16,15 @@ PLAIN, ROUNDED = ", plain", ", differences"  # variants of settings
 
 
 class Setting(NamedTuple):
-    """The rule by which a worker pulls: `kl` above a threshold, or `interval`, every so many
-    versions.
+    """The rule by which a worker pulls.
+
+    The mode is `kl`, above a threshold, or `interval`, after every ``value`` versions.
     """
 
     mode: str
     value: float
     decoupled: bool = True
-    bound: float = np.inf  # on the lag, in versions: a worker that is further behind pulls, too
+    bound: float = np.inf  # bound on the lag, in versions: a worker further behind also pulls
     weights: str = "float32"  # a pull moves all weights ("float32"), or a rounded "difference"
 
     def __str__(self):
@@ -45,21 +44,20 @@ ALWAYS = Setting("interval", 1)
 
 
 class Task:
-    """The runs of one script in one environment: for each setting, the rows of its seeds and their
-    curves.
-    """
+    """The runs of one script in one environment, with each setting's rows and curves by seed."""
 
     def __init__(self, program, env_id):
         self.algorithm = Path(program).name.partition("_")[0].upper()
         self.title = f"{self.algorithm}, {env_id}"
         self.name = f"{self.algorithm}_{env_id}".lower().replace("-", "_").replace("/", "_")
-        self.flags = None  # the common flags of all runs: all but their setting's and the seed
+        self.flags = None  # the flags that all runs share: all but the setting's and the seed
         self.runs = {}  # {setting: {seed: row}}
         self.curves = {}  # {setting: {seed: {name: array}}}
 
     def variants(self):
-        """The differences between runs by divergence besides their threshold; float32, decoupled,
-        and loose bounds first.
+        """Return what distinguishes the `kl` settings, besides their threshold.
+
+        Float32, decoupled, and loose bounds come first.
         """
         keys = [key for key in self.runs if key.mode == "kl"]
         keys = sorted(
@@ -68,7 +66,7 @@ class Task:
         return list(dict.fromkeys(variant for *_, variant in keys))
 
     def settings(self, mode, variant=None):
-        """All settings of a mode, or those of one variant."""
+        """Return all settings of a mode, or those of one variant."""
         return sorted(
             key for key in self.runs if key.mode == mode and variant in (None, key.variant)
         )
@@ -99,7 +97,7 @@ class Task:
 
 
 def load(results):
-    """Read the tables; return tasks by name."""
+    """Read the tables. Return the tasks, sorted by name."""
     with open(results / "curves.csv", newline="") as file:
         columns = {}
         for row in csv.DictReader(file):
@@ -125,8 +123,8 @@ def load(results):
         if flags != task.flags:
             sys.exit(
                 f"error: {results / 'runs.csv'} has runs of {task.title} that cannot be "
-                f"compared, as they differ in "
-                f"more than when workers pull what: {', '.join(sorted(flags ^ task.flags))}"
+                f"compared, because they differ in "
+                f"more than when workers pull and what: {', '.join(sorted(flags ^ task.flags))}"
             )
         texts = columns[row["run"]]
         curves = {

@@ -1,1 +1,1 @@
-"""Sweeps without Weights & Biases. This package hides W&B's own of this name on PyPI."""
+"""Sweeps without Weights & Biases. This package hides W&B's package of the same name on PyPI."""

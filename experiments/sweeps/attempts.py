@@ -1,6 +1,4 @@
-"""The directory of a configuration: a subdirectory for each attempt to run it, and result.json when
-one has finished.
-"""
+"""A configuration's directory: a subdirectory per attempt, and result.json after a finished one."""
 
 import contextlib
 import ctypes
@@ -29,7 +27,7 @@ def directory_of(sweep, flat, output):
 
 
 def first_of(sweep, known, output):
-    """Give each configuration's directory its index; the first index if it was drawn several times.
+    """Return the index of each configuration's directory, the first if it was drawn several times.
 
     `known` has the configurations by their indices, in order.
     """
@@ -47,8 +45,9 @@ def result_of(directory):
 
 
 def replace(path, write):
-    """Let `write` write a file and put it in place at once: another process sees all of it or
-    nothing.
+    """Write a file with `write`, and move it into place.
+
+    Other processes see all of the file or nothing.
     """
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
     write(temporary)
@@ -56,13 +55,14 @@ def replace(path, write):
 
 
 def checkpoints(directory):
-    """List the checkpoints of a configuration, those of the last attempt at the end."""
+    """Return the checkpoints of a configuration, in the order of its attempts."""
     return sorted(directory.glob("attempt-*/runs/*/checkpoint-*.pt"))
 
 
 def open_log(attempt):
-    """Open the log of an attempt; None if the attempt is still running, perhaps on another machine:
-    it holds a lock on its log.
+    """Open the log of an attempt. Return None if the attempt is still running.
+
+    A running attempt, perhaps on another machine, holds a lock on its log.
     """
     log = open(attempt / "log.txt", "ab")  # noqa: SIM115
     try:
@@ -75,14 +75,15 @@ def open_log(attempt):
 
 
 def here():
-    """Tell what a result depends on besides its parameters: the versions and the kind of machine,
-    but not its owner.
+    """Return what a result depends on besides its parameters: versions, and the kind of machine.
+
+    Nothing in it identifies the machine's owner.
     """
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "gymnasium", "pyzmq", "envpool"):
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-    with contextlib.suppress(OSError):  # no git
+    with contextlib.suppress(OSError):  # git is not installed
         command = [
             "git",
             "-C",
@@ -98,7 +99,7 @@ def here():
 
 
 def last_words(log):
-    """Return the last line of a log, shortened; "" if the log has none."""
+    """Return the last line of a log, shortened, or "" if the log has none."""
     with open(log, "rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
         lines = file.read().decode(errors="replace").split("\n")
@@ -107,19 +108,20 @@ def last_words(log):
 
 
 def end_with_this_process():
-    """Have the kernel end a run, in order, if this process is killed."""
+    """Have the kernel end a run cleanly, by SIGTERM, if this process is killed."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Attempt:
-    """A run of one configuration, from its last checkpoint if it has any.
+    """A run of one configuration, which goes on from the last checkpoint if there is one.
 
-    It is a process in a group of its own: a Ctrl-C goes to the sweep alone, which stops it.
+    The run is a process in its own group, so that a Ctrl-C reaches only the sweep, which stops the
+    run.
 
     Attributes:
         flat: The configuration.
-        directory: The configuration's.
-        path: The attempt's own, which is below that.
+        directory: The configuration's directory.
+        path: The attempt's own directory, inside the configuration's.
     """
 
     def __init__(self, sweep, flat, directory):
@@ -129,7 +131,7 @@ class Attempt:
         command = [part for word in map(str, sweep["command"]) for part in macros.get(word, [word])]
         self.path = directory / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         saved, log = checkpoints(directory), None
-        while saved and not log:  # the last attempt that no process runs
+        while saved and not log:  # resume the last attempt that no process runs
             last = saved.pop().parent
             if log := open_log(last.parents[1]):
                 self.path = last.parents[1]
@@ -139,7 +141,7 @@ class Attempt:
             self._process = subprocess.Popen(
                 command,
                 cwd=self.path,
-                # With "offline", --track, if it is in the command, needs no account.
+                # With "offline", a command with --track needs no account.
                 env={"WANDB_MODE": "offline", **os.environ},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -151,26 +153,26 @@ class Attempt:
 
     @property
     def seconds(self):
-        """How long it has run so far."""
+        """The seconds that the run has taken so far."""
         return time.monotonic() - self._started
 
     @property
     def status(self):
-        """The exit status, None while it runs."""
+        """The run's exit status, or None while it is running."""
         return self._process.poll()
 
     def stop(self):
-        """Ask it to save and to end."""
+        """Ask the run to save and to end."""
         self._process.terminate()
 
     def kill(self):
-        """End it now, with all its processes."""
+        """Kill the run, with all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def conclude(self):
-        """Write the result of an attempt that has ended; return what went wrong, or None."""
+        """Write the result of an attempt that has ended. Return what went wrong, or None."""
         log = self.path / "log.txt"
         if self.status != 0:
             words = last_words(log)

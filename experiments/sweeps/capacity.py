@@ -1,12 +1,12 @@
-"""How many runs of a sweep this machine carries at once."""
+"""The number of a sweep's runs that this machine can carry at once."""
 
 import os
 import re
 from pathlib import Path
 
-WORKERS = 2  # of a script that is not told otherwise
+WORKERS = 2  # a script's default number of workers
 GIB = 2**30
-MEMORY = 2 * GIB  # of a run: 0.5 GiB are measured for PPO on two workers; a GPU or a replay adds
+MEMORY = 2 * GIB  # bytes per run: PPO on two workers takes 0.5 GiB; a GPU or a replay buffer adds
 
 
 def words_of(path):
@@ -17,7 +17,7 @@ def words_of(path):
 
 
 def cores_here():
-    """Return the cores that this process may use, which a container can limit in two ways."""
+    """Return the number of cores for this process. A container can limit it in two ways."""
     cores = len(os.sched_getaffinity(0))
     quota = words_of("/sys/fs/cgroup/cpu.max")
     if quota and quota[0] != "max":
@@ -36,7 +36,7 @@ def memory_here():
 
 
 def workers_of(sweep):
-    """Return the workers of a sweep's largest run."""
+    """Return the number of workers of a sweep's largest run."""
     found = [
         int(number)
         for number in re.findall(r"--num[-_]workers[= ](\d+)", " ".join(map(str, sweep["command"])))
@@ -49,7 +49,7 @@ def workers_of(sweep):
 
 
 def jobs_for(sweep, waiting):
-    """Return how many of the `waiting` runs go at once, and why, as a line."""
+    """Return how many of the `waiting` runs go at once, and a line that says why."""
     workers, cores, memory = workers_of(sweep), cores_here(), memory_here()
     jobs = max(min(cores // (1 + workers), memory // MEMORY, waiting), 1)
     why = (

@@ -1,4 +1,4 @@
-"""Checks of a sweep file. A mistake of its author ends the sweep with one line."""
+"""Checks of a sweep file. A mistake in the file ends the sweep with one line."""
 
 import sys
 

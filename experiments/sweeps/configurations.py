@@ -1,4 +1,4 @@
-"""The configurations of a sweep file: read, checked, and listed as W&B lists them."""
+"""The configurations of a sweep file: read, checked, and listed in W&B's order."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def nest(flat):
 
 
 def load(path):
-    """Read and check a whole sweep file, so that no task of an array fails for a mistake there."""
+    """Read and check a whole sweep file, so that no task of an array fails later because of it."""
     try:
         sweep = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -69,7 +69,7 @@ def load(path):
     )
     check(
         Path(str(program)).is_file(),
-        f"{path}: no program {program} in {Path.cwd()}; start from where it is",
+        f"{path}: no program {program} in {Path.cwd()}; start from the directory that has it",
     )
     check(
         cap is not None or method == "grid",
@@ -120,7 +120,7 @@ def load(path):
 
 
 def grid(distribution, keys):
-    """List the values of a parameter as W&B does: q_uniform without its maximum."""
+    """Return the values of a parameter as W&B lists them: q_uniform without its maximum."""
     if distribution == "int_uniform":
         return range(keys["min"], keys["max"] + 1)
     if distribution == "q_uniform":
@@ -129,11 +129,12 @@ def grid(distribution, keys):
 
 
 def configurations(sweep, seed):
-    """List the parameters of each configuration; those of a random one depend only on the seed and
-    its index.
+    """Return the parameters of each configuration.
+
+    A random configuration depends only on the seed and its index.
     """
     flat, cap = sweep["flat"], sweep.get("run_cap")
-    check(sweep["method"] != "bayes", "method bayes has no list: it draws as results come")
+    check(sweep["method"] != "bayes", "method bayes has no list: it draws from results")
     if sweep["method"] == "grid":
         names = sorted(flat)  # W&B's order: by name, the last varies fastest
         rows = itertools.product(*(grid(*flat[name]) for name in names))
@@ -154,7 +155,7 @@ class Listed:
     """The configurations of a grid or a random sweep, all known from the start.
 
     Attributes:
-        number: of configurations.
+        number: The number of configurations.
     """
 
     def __init__(self, sweep, seed):
@@ -170,7 +171,7 @@ class Listed:
 
 
 def fill_macros(sweep, parameters):
-    """Return the value of each macro of `command`; the spellings are W&B's."""
+    """Return the words that replace each macro of `command`, as W&B does."""
     words = [f"{name}={value}" for name, value in parameters.items()]
     named = [(f"--{name}", value) for name, value in parameters.items() if value is not False]
     switches = [flag if value is True else f"{flag}={value}" for flag, value in named]
@@ -186,7 +187,7 @@ def fill_macros(sweep, parameters):
 
 
 def label(sweep, flat):
-    """Return what varies of a configuration in one line, with six digits of each number."""
+    """Return a configuration's varying parameters in one line, with six digits of each number."""
     varied = [path for path in flat if sweep["flat"][path][0] != "constant"]
     texts = {
         path: f"{flat[path]:.6g}" if isinstance(flat[path], float) else flat[path]

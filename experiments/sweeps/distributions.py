@@ -1,6 +1,4 @@
-"""The distributions that a parameter can have, under W&B's names, and the check of their
-description in a sweep file.
-"""
+"""The distributions of parameters under W&B's names, and the check of their descriptions."""
 
 import math
 
@@ -9,7 +7,7 @@ import numpy as np
 from .checks import check, is_number
 
 RANGE, NORMAL, BETA = {"min": None, "max": None}, {"mu": 0.0, "sigma": 1.0}, {"a": 1.0, "b": 1.0}
-# The keys of each distribution with their defaults (None: must be given), and how to draw from it.
+# Each distribution's keys with their defaults (None: must be given), and a function that draws.
 DISTRIBUTIONS = {
     "constant": ({"value": None}, lambda rng, value: value),
     "categorical": (
@@ -49,9 +47,7 @@ for name in ("uniform", "normal", "beta", "log_normal", "log_uniform", "log_unif
 
 
 def check_parameter(name, keys):
-    """Check the description of one parameter; return its distribution and all keys of the
-    description.
-    """
+    """Check the description of one parameter. Return its distribution and all of its keys."""
 
     def need(fine, message):
         check(fine, f"parameter {name}: {message}")

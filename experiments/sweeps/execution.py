@@ -1,4 +1,4 @@
-"""Runs the configurations of a sweep, several at once, until all have run or a signal comes."""
+"""The execution of a sweep: several runs at once, until all have run or a signal arrives."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from .attempts import Attempt, checkpoints, directory_of, first_of, result_of
 from .configurations import label
 from .metrics import value_of
 
-LOOK_S = 0.1  # between two looks at the runs
-STOP_S = 120  # in which a run saves and ends, once it was told to
+LOOK_S = 0.1  # seconds between two looks at the runs
+STOP_S = 120  # seconds that a run has to save and end, once it was told to stop
 TOLD = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
-# The exit status of a run that was told to stop and has saved (EX_TEMPFAIL), and of one that was
-# told before it could: the shell's 128 + SIGTERM.
+# The exit status of a run that has saved and stopped (EX_TEMPFAIL), and of one that stopped before
+# it could save (the shell's 128 + SIGTERM).
 SAVED, STOPPED = 75, 143
 
 
@@ -22,22 +22,24 @@ class Interrupted(Exception):
     """A signal has ended the sweep.
 
     Attributes:
-        status: with which this process is to exit.
+        status: The exit status for this process.
     """
 
     def __init__(self, status):
-        super().__init__("interrupted; what has finished is kept, start again to go on")
+        super().__init__("interrupted; finished runs are kept, start again to go on")
         self.status = status
 
 
 class Signals:
-    """Takes the signals that end a sweep. While runs are under way they are only counted, so that
-    these end in order; otherwise a signal ends the sweep wherever it is.
+    """The handler of the signals that end a sweep.
+
+    While runs are under way, signals are only counted, so that the runs end cleanly. Otherwise a
+    signal ends the sweep wherever it is.
 
     Attributes:
         are_counted: Whether runs are under way.
-        number: How many have come.
-        presses: How many of these were a Ctrl-C.
+        number: The number of signals so far.
+        presses: How many of the signals were a Ctrl-C.
     """
 
     def __init__(self):
@@ -59,7 +61,7 @@ class Signals:
 
 
 def leave_terminal():
-    """Send output nowhere if its terminal has hung up: writing to that is an error."""
+    """Discard output whose terminal has hung up, because writing to that terminal is an error."""
     for output in (1, 2):
         try:
             os.write(output, b"")
@@ -68,11 +70,11 @@ def leave_terminal():
 
 
 class Execution:
-    """The runs of a sweep: those that wait, and those that are under way.
+    """The runs of a sweep, both the waiting and the running ones.
 
     Args:
         plan: The configurations, a `Listed` or a `Search`.
-        jobs: How many run at once.
+        jobs: The number of runs at once.
     """
 
     def __init__(self, sweep, plan, output, jobs, progress, signals):
@@ -85,14 +87,14 @@ class Execution:
         self._waiting = deque()
         self._running = {}  # by the configuration's index
         self._failures = 0
-        self._saved = None  # once a run was stopped: whether one has a checkpoint
+        self._saved = None  # whether a stopped run has a checkpoint; None if none was stopped
 
     def run(self, indices):
-        """Run the configurations of these indices; return how many have failed.
+        """Run the configurations of these indices. Return how many have failed.
 
         Raises:
-            Interrupted: a signal has come. No run is left.
-            SystemExit: the runs do not have the metric. No run is left.
+            Interrupted: a signal has arrived. All runs have ended.
+            SystemExit: the runs do not have the metric. All runs have ended.
         """
         self._waiting.extend(indices)
         self._signals.are_counted = True
@@ -131,11 +133,11 @@ class Execution:
             self._progress.tell(f"{attempt.path}: {label(self._sweep, flat)}")
 
     def _conclude(self):
-        """Write the results of those that have ended."""
+        """Write the results of the runs that have ended."""
         ended = [index for index, each in self._running.items() if each.status is not None]
         for index in ended:
             attempt = self._running.pop(index)
-            if attempt.status == SAVED:  # a scheduler has told it, too
+            if attempt.status == SAVED:  # a scheduler has also told the run to stop
                 self._note_stopped([attempt])
                 continue
             if failure := attempt.conclude():
@@ -149,16 +151,14 @@ class Execution:
             self._progress.tell_status(self._seconds(), len(self._waiting))
 
     def _stop(self):
-        """Have the runs that are under way save and end; end those that do not, or if there is a
-        second Ctrl-C.
-        """
+        """Have all runs save and end. Kill those that are late, or all after a second Ctrl-C."""
         if not self._running:
             return
         for attempt in self._running.values():
             attempt.stop()
         number = len(self._running)
         plural = "s" * (number > 1)
-        text = f"stopping {number} run{plural}, which may save; Ctrl-C again ends at once"
+        text = f"stopping {number} run{plural}, which may save; a second Ctrl-C ends them now"
         self._progress.tell(text, sys.stderr)
         deadline = time.monotonic() + STOP_S
         while any(each.status is None for each in self._running.values()):

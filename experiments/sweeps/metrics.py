@@ -1,4 +1,4 @@
-"""What a sweep compares its runs by: a number of their summary.json, under any of its names."""
+"""The metric of a sweep: a number of the runs' summary.json, under any of its names."""
 
 import math
 import re
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from .checks import check, is_number
 
-# The numbers that the summaries of all scripts have, and the tags of these in TensorBoard. W&B
-# knows a run's numbers by both names. docs/sweeps.md shows this table.
+# The numbers in the summaries of all scripts, and their tags in TensorBoard. W&B knows a run's
+# numbers by both names. docs/sweeps.md shows this table.
 TAGS = {
     "eval_return_mean": "eval/return_mean",
     "eval_return_std": None,
@@ -29,7 +29,7 @@ def key_of(name):
 def check_metric(path, sweep):
     """Check, before anything runs, that the runs of a sweep can have its metric."""
     name, key = sweep["metric"]["name"], key_of(sweep["metric"]["name"])
-    # Numbers of its own a script passes to Run.finish, by keyword or in a dictionary.
+    # A script passes its own numbers to Run.finish, by keyword or in a dictionary.
     own = re.compile(rf"\b{re.escape(name)}=[^=]|[\"']{re.escape(name)}[\"']")
     text = Path(sweep["program"]).read_text(errors="replace")
     known = key in TAGS or "/" not in name and own.search(text)
@@ -44,8 +44,10 @@ def check_metric(path, sweep):
 
 
 def value_of(sweep, directory, result):
-    """Return the metric in the result of a directory; None if it is no number, as after a training
-    that diverged. If one run does not have it, nor do the others: exit with one line.
+    """Return the metric of a directory's result, or None if it is not finite.
+
+    It is not finite, for example, after a training that diverged. If one run lacks the metric, all
+    runs lack it, so the sweep exits with one line.
     """
     summary = result["summary"]
     name, key = sweep["metric"]["name"], key_of(sweep["metric"]["name"])
@@ -56,6 +58,6 @@ def value_of(sweep, directory, result):
 
 
 def best_of(sweep, measured):
-    """Return the best of (configuration, metric)."""
+    """Return the best pair of configuration and metric."""
     best = max if sweep["metric"]["goal"] == "maximize" else min
     return best(measured, key=lambda each: each[1])

@@ -1,4 +1,4 @@
-"""How far a sweep is: a line that changes on a terminal, and elsewhere a line after each run."""
+"""The progress of a sweep: a changing line on a terminal, and elsewhere a line after each run."""
 
 import statistics
 
@@ -17,10 +17,10 @@ def duration(seconds):
 
 
 class Progress:
-    """Counts the runs of a sweep, and says how far it is.
+    """A counter of a sweep's runs, which shows the progress.
 
     Attributes:
-        total: How many different configurations there are.
+        total: The number of different configurations.
     """
 
     def __init__(self, sweep, total, jobs):
@@ -29,7 +29,7 @@ class Progress:
         self._jobs = jobs
         self._values = {}  # by directory: (configuration, metric or None)
         self._failed = 0
-        self._seconds = []  # of the runs that have finished here
+        self._seconds = []  # seconds of each run that has finished in this process
         self._shown = ""
         console = Console()
         changes = console.is_terminal and not console.is_dumb_terminal
@@ -53,7 +53,7 @@ class Progress:
             self._live.stop()
 
     def add(self, directory, flat, value, seconds=None):
-        """Count a run that has finished, here or before."""
+        """Count a run that has finished, in this process or before."""
         self._values[directory] = flat, value
         if seconds is not None:
             self._seconds.append(seconds)
@@ -62,12 +62,12 @@ class Progress:
         self._failed += 1
 
     def status(self, running, waiting, is_live=False):
-        """Return how far the sweep is.
+        """Return the progress of the sweep as text.
 
         Args:
-            running: How many seconds each run that is under way has taken so far.
-            waiting: How many runs are to follow.
-            is_live: Whether this is for the line that changes.
+            running: The seconds that each current run has taken so far.
+            waiting: The number of runs that have not started.
+            is_live: Whether the text is for the changing line.
         """
         texts = [f"{len(self._values)} of {self.total} done"]
         if self._failed:
@@ -90,7 +90,7 @@ class Progress:
         return max((sum(rests) + waiting * mean) / self._jobs, *rests, 0)
 
     def tell(self, text, file=None):
-        """Print a line above the one that changes."""
+        """Print a line above the changing one."""
         if self._live:
             self._live.stop()
         print(text, file=file, flush=True)
@@ -99,12 +99,12 @@ class Progress:
             self._shown = ""
 
     def tell_status(self, running, waiting):
-        """Print how far the sweep is, unless the line on the terminal says it."""
+        """Print the progress, unless the changing line shows it."""
         if not self._live:
             self.tell(self.status(running, waiting))
 
     def show(self, running, waiting):
-        """Bring the line on the terminal up to date."""
+        """Update the changing line."""
         if self._live:
             line = self.status(running, waiting, is_live=True)
             if line != self._shown:

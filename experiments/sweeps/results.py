@@ -1,4 +1,4 @@
-"""The table and the plot of the configurations that have finished."""
+"""The table and the plot of the finished configurations."""
 
 import csv
 
@@ -10,7 +10,7 @@ from .metrics import best_of, value_of
 
 def plot(rows, metric, output):
     """Plot the metric against each swept parameter: every configuration is a point."""
-    # Their imports take longer than all others.
+    # These imports take longer than all others.
     from matplotlib.figure import Figure
 
     from clusterenv_runtime.script.estimates import iqm
@@ -25,7 +25,7 @@ def plot(rows, metric, output):
         numbers = all(is_number(flat[path]) for flat, _ in rows)
         points = [(flat[path] if numbers else str(flat[path]), result) for flat, result in rows]
         settings = sorted({x for x, _ in points})
-        few = len(settings) <= 12  # then evenly spaced, and each with the mean of its middle half
+        few = len(settings) <= 12  # then evenly spaced, each with the mean of its middle half
         place = {setting: i if few else setting for i, setting in enumerate(settings)}
         axes.plot(
             [place[x] for x, _ in points],
@@ -56,7 +56,7 @@ def plot(rows, metric, output):
 
 
 def collect(sweep, plan, output):
-    """Write results.csv and results.png of the configurations that have finished, each once."""
+    """Write results.csv and results.png, with each finished configuration once."""
     known = plan.known()
     different = first_of(sweep, known, output)
     table, measured = [], []

@@ -3,22 +3,22 @@
     python experiments/sweeps/run.py FILE  # all configurations, then the results
     python experiments/sweeps/run.py FILE --jobs 4  # four at once
     python experiments/sweeps/run.py FILE --index 3  # only this one, as a task of a job array
-    python experiments/sweeps/run.py FILE --count  # how many there are, for sbatch --array=0-...
-    python experiments/sweeps/run.py FILE --list  # lists them, and says which have finished
-    python experiments/sweeps/run.py FILE --results  # results.csv and results.png of the finished
+    python experiments/sweeps/run.py FILE --count  # the number, for sbatch --array=0-...
+    python experiments/sweeps/run.py FILE --list  # the configurations, and which have finished
+    python experiments/sweeps/run.py FILE --results  # results.csv and .png of the finished runs
 
 A configuration's directory is named after its content, so it is found again when the grid grows.
-Once it holds `result.json` the configuration has finished and is skipped. Every attempt to run it
-has a subdirectory with its log. The next attempt goes on with the last one that has a checkpoint.
+Once it holds `result.json`, the configuration has finished and is skipped. Every attempt to run it
+has a subdirectory with its log. The next attempt resumes the last one that has a checkpoint.
 On Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, this script stops its runs, and exits with 75 if there is a
-checkpoint to go on from, otherwise with 143. It exits with 1 if some runs have failed.
+checkpoint to resume from, otherwise with 143. It exits with 1 if some runs have failed.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-if not __package__:  # called by its path, perhaps from elsewhere
+if not __package__:  # run by its path, perhaps from another directory
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from experiments.sweeps.attempts import directory_of, first_of, result_of
@@ -41,10 +41,10 @@ def parse():
         "--output", type=Path, help="where runs and results go; default runs/{name of the file}"
     )
     parser.add_argument(
-        "--seed", type=int, default=1, help="of what methods random and bayes draw; default 1"
+        "--seed", type=int, default=1, help="seed of the methods random and bayes; default 1"
     )
     parser.add_argument(
-        "--jobs", type=int, help="how many at once; default what cores and memory carry"
+        "--jobs", type=int, help="runs at once; by default as many as cores and memory carry"
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--index", type=int, help="run this configuration only, counted from 0")
@@ -55,7 +55,7 @@ def parse():
     what.add_argument(
         "--results",
         action="store_true",
-        help="write what has finished as table and plot to --output",
+        help="write a table and a plot of the finished runs to --output",
     )
     args = parser.parse_args()
     check(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
@@ -69,7 +69,7 @@ def parse():
 def plan_of(sweep, args):
     if sweep["method"] != "bayes":
         return Listed(sweep, args.seed)
-    from experiments.sweeps.search import Search  # which needs Optuna
+    from experiments.sweeps.search import Search  # here, because it needs Optuna
 
     return Search(sweep, args.seed, args.output)
 
@@ -86,7 +86,7 @@ def show(sweep, plan, output):
 
 
 def run(sweep, plan, args, signals):
-    """Run the configurations that have not finished; return how many have failed."""
+    """Run the configurations that have not finished. Return how many have failed."""
     known = plan.known()
     first = first_of(sweep, known, args.output)
     results = {directory: result_of(directory) for directory in first}

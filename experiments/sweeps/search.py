@@ -1,5 +1,6 @@
-"""Method bayes: each configuration is drawn when it is about to run, from the results so far, by
-Optuna's tree-structured Parzen estimator, https://optuna.org.
+"""Method bayes: each configuration is drawn just before it runs, from the results so far.
+
+The draws are those of Optuna's tree-structured Parzen estimator, https://optuna.org.
 """
 
 import json
@@ -24,7 +25,7 @@ OTHER = "was drawn from other parameters: choose another --output, or delete it"
 
 
 def distribution_of(kind, keys):
-    """Return Optuna's distribution of a parameter; None for those that Optuna lacks."""
+    """Return Optuna's distribution of a parameter, or None if Optuna lacks it."""
     low, high, step = keys.get("min"), keys.get("max"), keys.get("q")
     if kind == "categorical" and not keys["probabilities"]:
         return CategoricalDistribution(keys["values"])
@@ -48,7 +49,7 @@ def distributions_of(sweep):
         if kind == "constant":
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of values that its storages could not keep
+            warnings.simplefilter("ignore")  # about values that its storages could not keep
             found[name] = distribution_of(kind, keys)
         refusal = f"parameter {name}: method bayes cannot use {kind} here; it takes {TAKES}"
         check(found[name], refusal)
@@ -56,11 +57,10 @@ def distributions_of(sweep):
 
 
 class Search:
-    """The configurations that have been drawn, each in a file of `output`/drawn, which `take` adds
-    to.
+    """The configurations that have been drawn, each in a file of `output`/drawn. `take` draws more.
 
     Attributes:
-        number: of configurations, in the end.
+        number: The number of configurations in the end.
     """
 
     def __init__(self, sweep, seed, output):
@@ -83,7 +83,7 @@ class Search:
         return {each: drawn[name] for each, name in zip(self._sweep["flat"], names, strict=True)}
 
     def take(self, index):
-        """Return a configuration, which is drawn now if it was not before."""
+        """Return a configuration. Draw it first if it has not been drawn."""
         known = self.known()
         if index not in known:
             known[index] = self._draw(index, known)
@@ -94,9 +94,9 @@ class Search:
         return known[index]
 
     def _draw(self, index, known):
-        """Draw a configuration: what it is depends on the seed, its index and the known results."""
+        """Draw a configuration, which depends on the seed, its index and the known results."""
         seed = int(np.random.SeedSequence([self._seed, index]).generate_state(1)[0])
-        # A run without a result, running or failed, counts as a bad one: the next are elsewhere.
+        # A run without a result, running or failed, counts as bad, so the next draws are elsewhere.
         sampler = TPESampler(seed=seed, constant_liar=True)
         study = optuna.create_study(direction=self._sweep["metric"]["goal"], sampler=sampler)
         for other, flat in known.items():

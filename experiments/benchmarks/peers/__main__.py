@@ -1,14 +1,14 @@
-"""PPO training throughput of ClusterEnv beside its peers, each in a virtual environment of its own.
+"""PPO's training throughput with ClusterEnv and other libraries, each in its own virtualenv.
 
     python -m experiments.benchmarks.peers --venvs ~/peers
 
 Makes the virtual environments in the given directory (7 GB; the versions are those for Python 3.11
-on Linux). Then measures all systems in turn, ours included, `--rounds` times: the same work, in
-steady state, as `experiments.benchmarks.throughput` does. Every measurement is appended to `--csv`.
-Measurements that are already there are not repeated; remove that file to start again. A table (.md)
-and a plot (.png) are written beside it. A system that cannot be installed or fails is named, and
-the others go on. `--rounds 0` only makes the environments. Takes about an hour on two cores, and 10
-GB of memory for Stable-Baselines3's 64 processes.
+on Linux). Then measures all systems in turn, ours included, `--rounds` times, on the same work and
+in steady state, as in `experiments.benchmarks.throughput`. Appends every measurement to `--csv`,
+and writes a table (.md) and a plot (.png) beside it. Measurements that are already in that file are
+not repeated; remove it to start again. A system that fails, or cannot be installed, is named, and
+the others go on. `--rounds 0` only makes the virtual environments. Takes about an hour on two
+cores, and 10 GB of memory for the 64 processes of Stable-Baselines3.
 """
 
 import csv
@@ -36,17 +36,17 @@ HERE = Path(__file__).resolve().parent
 
 class Peer(NamedTuple):
     venv: str
-    """the virtual environment, of requirements-VENV.txt"""
+    """name of the virtual environment, which is made from requirements-VENV.txt"""
     package: str
-    """as the requirements name it"""
+    """name of the package in the requirements"""
     title: str
-    """as its authors write it"""
+    """the library's name as its authors write it"""
     details: str
-    """what follows title and version in the label"""
+    """the label's text after title and version"""
     module: str
-    """the script in this folder"""
+    """name of the module in this folder"""
     flags: tuple[str, ...] = ()
-    """what it is called with after environment and number of iterations"""
+    """the module's arguments after the environment and the number of iterations"""
 
     @property
     def requirements(self):
@@ -101,21 +101,21 @@ FAILURES = (RuntimeError, TimeoutError, ValueError)
 @dataclass
 class Args:
     venvs: Path
-    """directory of the peers' virtual environments, made where they are missing"""
+    """directory of the libraries' virtual environments; missing ones are made"""
     env_ids: tuple[str, ...] = ("CartPole-v1", "LunarLander-v3", "HalfCheetah-v5")
     """the environments"""
     only: tuple[str, ...] = ()
-    """what to measure, by name, such as `clusterenv sb3-dummy`; all if none is given"""
+    """names of the systems to measure, for example `clusterenv sb3-dummy`; all by default"""
     rounds: int = 5
-    """rounds, each of everything in turn"""
+    """rounds; each measures all systems in turn"""
     iterations: int = 25
-    """iterations of each measurement, of 8192 steps and one update"""
+    """iterations per measurement, each of 8192 steps and one update"""
     csv: Path = HERE.parent / "results" / "peers.csv"
-    """where the measurements are kept; table and plot go beside it"""
+    """file of the measurements; the table and the plot go beside it"""
     timeout: float = 600
-    """seconds until a measurement is given up"""
+    """seconds after which a measurement is given up"""
     setup_timeout: float = 1800
-    """seconds until setting up a virtual environment is given up"""
+    """seconds after which the setup of a virtual environment is given up"""
 
 
 def set_up(peer, venvs, timeout):

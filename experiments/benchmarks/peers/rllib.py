@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.peers.rllib CartPole-v1 25
 
-The parts of its loss that ours lacks, a KL penalty and a clipped value loss, are turned off.
+The parts of its loss that ours lacks are turned off: a KL penalty, and a clipped value loss.
 """
 
 import os
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     )
     with tempfile.TemporaryDirectory(
         prefix="", dir=os.getcwd()
-    ) as directory:  # short: it will hold sockets
+    ) as directory:  # a short path, because it holds sockets
         ray.init(num_cpus=work.NUM_WORKERS + 1, include_dashboard=False, _temp_dir=directory)
         algorithm = config.build_algo()
         sampled = [algorithm.train()["env_runners"]["num_env_steps_sampled_lifetime"]]

@@ -1,11 +1,11 @@
-"""Sample Factory: APPO, which is PPO whose workers never wait for the learner, with two rollout
-workers.
+"""Sample Factory: APPO with two rollout workers.
 
     python -m experiments.benchmarks.peers.sample_factory CartPole-v1 25
 
-It trains on the trajectories that have arrived, so a few are older than in plain PPO. One inference
-process acts for both workers. It needs a Gymnasium without LunarLander-v3 and HalfCheetah-v5, and
-takes LunarLander-v2 and HalfCheetah-v4, which cost much the same.
+APPO is PPO whose workers never wait for the learner. It trains on the trajectories that have
+arrived, so a few are older than in plain PPO. One inference process acts for both workers. Sample
+Factory needs a Gymnasium without LunarLander-v3 and HalfCheetah-v5. LunarLander-v2 and
+HalfCheetah-v4 take their place, and cost much the same.
 """
 
 import sys
@@ -21,7 +21,7 @@ from experiments.benchmarks import work
 
 
 class Clock(AlgoObserver):
-    """Notes when each iteration ends."""
+    """An observer that records when each iteration ends."""
 
     def __init__(self):
         self.times = []

@@ -1,7 +1,8 @@
-"""Stable-Baselines3: PPO on SubprocVecEnv (`subproc`, a process for each environment) or
-DummyVecEnv (`dummy`).
+"""Stable-Baselines3: PPO on SubprocVecEnv (`subproc`) or DummyVecEnv (`dummy`).
 
-python -m experiments.benchmarks.peers.sb3 CartPole-v1 25 dummy
+    python -m experiments.benchmarks.peers.sb3 CartPole-v1 25 dummy
+
+SubprocVecEnv has a process for each environment.
 """
 
 import multiprocessing
@@ -17,7 +18,7 @@ from experiments.benchmarks import work
 
 
 class Clock(BaseCallback):
-    """Notes when each iteration begins."""
+    """A callback that records when each iteration begins."""
 
     def _init_callback(self):
         self.times = []
@@ -32,7 +33,7 @@ class Clock(BaseCallback):
 if __name__ == "__main__":
     env_id, iterations, (vector,) = work.arguments()
     torch.set_num_threads(1)
-    # The 64 processes would import it one by one. That takes minutes, and does not change the
+    # Otherwise the 64 processes import it one by one, which takes minutes, but does not change the
     # measurement.
     multiprocessing.set_forkserver_preload(["stable_baselines3"])
     envs = make_vec_env(

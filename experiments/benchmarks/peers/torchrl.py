@@ -1,8 +1,8 @@
-"""TorchRL: PPO from its parts, with a synchronous collector of two worker processes.
+"""TorchRL: PPO built from its components, with a synchronous collector of two worker processes.
 
     python -m experiments.benchmarks.peers.torchrl CartPole-v1 25
 
-Each worker steps Gymnasium's SyncVectorEnv, wrapped, because TorchRL's own SerialEnv is several
+Each worker steps a wrapped SyncVectorEnv of Gymnasium, because TorchRL's own SerialEnv is several
 times slower.
 """
 
