@@ -121,7 +121,7 @@ def map_leaf(tree, function):
 
 
 NOW = Published(
-    5,
+    1,
     1,
     {
         "params": np.zeros((1, 3), np.float32),
@@ -133,12 +133,10 @@ NOW = Published(
 )
 
 
-def opened(
-    asked, answer, buffers, space=PART_SPACES[0], action_space=None, published=NOW, asked_at=NOW
-):
+def opened(asked, answer, buffers, space=PART_SPACES[0], action_space=None, policy=NOW):
     """Open the response of a worker with two environments."""
     opener = Opener(EnvLayout(space, action_space or spaces.Discrete(2)))
-    return opener(asked, answer, [b"header", *buffers], 2, asked_at, published)
+    return opener(asked, answer, [b"header", *buffers], 2, policy)
 
 
 def packed(part, **fields):
@@ -152,35 +150,31 @@ def packed(part, **fields):
 COLLECT = Collect(6, 5, 0, 0.0, [], states=6)
 
 
-@pytest.mark.parametrize("version", [-1, 0, 1, 5, 6, 10**6])
-def test_a_part_must_have_a_published_version(version):
+@pytest.mark.parametrize("version", [-1, 0, 1, 2, 10**6])
+def test_a_part_must_have_the_version_that_its_worker_was_last_sent(version):
     answer = packed(a_part(PART_SPACES[0]), version=version)
-    if 0 < version <= 5:
+    with pytest.raises(ProtocolError, match=f"version {version}, but it was last sent version 0"):
+        opened(COLLECT, *answer, policy=None)
+    if version == NOW.version:
         assert opened(COLLECT, *answer).version == version
     else:
-        with pytest.raises(
-            ProtocolError, match=f"version {version}, but valid versions are 1 to 5"
-        ):
+        says = f"version {version}, but it was last sent version 1"
+        with pytest.raises(ProtocolError, match=says):
             opened(COLLECT, *answer)
 
 
-def test_a_part_must_have_the_structure_published_at_its_request_or_later():
+def test_a_part_must_have_the_structure_of_that_version():
     part = a_part(PART_SPACES[0])
     wide = packed(part, params=part.params[:, :2], actions=np.zeros((6, 2, 1), np.float32))
-    before = NOW.example | {
+    of_wide = NOW.example | {
         "params": np.zeros((1, 2), np.float32),
         "actions": np.zeros((1, 1), np.float32),
     }
-    before = Published(1, 1, before)
     with pytest.raises(ProtocolError, match="actions must be <i8"):
         opened(COLLECT, *wide)
     with pytest.raises(ProtocolError, match="actions must be <f4"):
-        opened(COLLECT, *packed(part), published=NOW._replace(since=2), asked_at=before)
-    assert opened(
-        COLLECT, *wide, published=NOW._replace(since=2), asked_at=before
-    ).params.shape == (12, 2)
-    with pytest.raises(ProtocolError, match="version 1, but valid versions are 2 to 5"):
-        opened(COLLECT, *wide, published=NOW._replace(since=2), asked_at=NOW._replace(since=2))
+        opened(COLLECT, *packed(part), policy=Published(1, 1, of_wide))
+    assert opened(COLLECT, *wide, policy=Published(1, 1, of_wide)).params.shape == (12, 2)
 
 
 @pytest.mark.parametrize("waited", [-1.0, 1e300, float("nan"), float("inf")])
@@ -310,7 +304,7 @@ def test_infos_are_numbers_at_some_steps(steps, values, says):
     def opened():
         infos = {"x": (np.array(steps, np.int64), values)}
         answer, buffers = packed(a_part(PART_SPACES[0]), infos=infos)
-        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW).infos["x"]
+        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW).infos["x"]
 
     if says is None:
         assert_same(opened(), (np.array(steps), values))

@@ -5,6 +5,7 @@ as in a rollout.
 import math
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -566,3 +567,67 @@ def test_a_new_structure_arrives_while_a_worker_acts_and_has_another_request():
         envs.publish(CategoricalPolicy(torch.nn.Linear(1, 2)))
         versions = [envs.recv()[1].policy_versions.tolist() for _ in range(2)]
     assert versions == [[1], [3]]
+
+
+# Policies of other classes, published while requests wait.
+
+
+class GatedEnv(CountingEnv):
+    """Takes its n-th step once ``folder`` has a file ``NAME-n``."""
+
+    def __init__(self, folder, name):
+        super().__init__()
+        self.folder, self.name, self.steps = folder, name, 0
+
+    def wait(self):
+        self.steps += 1
+        wait_until((self.folder / f"{self.name}-{self.steps}").exists)
+
+
+def policy_that_reports(number):
+    """Return a policy of a class of its own with a number, which its extras report by its name."""
+
+    class Reporting(CategoricalPolicy):
+        numbers = (f"number{number}", *["another"] * (number % 2))
+
+        def extras(self, params, actions):
+            name = self.numbers[0]
+            return {name: torch.full(actions.shape, getattr(self, name))}
+
+    policy = Reporting(linear(1, 2))
+    setattr(policy, f"number{number}", float(number))
+    policy.another = -1.0
+    return policy
+
+
+def test_a_request_that_waits_acts_on_the_policy_and_the_numbers_that_are_pulled_for_it(tmp_path):
+    env_fns = [partial(GatedEnv, tmp_path, "first"), partial(GatedEnv, tmp_path, "second")]
+    policies = [policy_that_reports(number) for number in range(4)]
+
+    def open_second_after_a_pull():
+        wait_until(lambda: envs.held_versions[0] == 3)
+        (tmp_path / "second-1").touch()
+
+    with ClusterEnv(env_fns, 2, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        envs.publish(policies[0])
+        envs.send(1)
+        envs.publish(policies[1])
+        envs.send(1, worker=0)
+        envs.send(1, worker=0)
+        envs.publish(policies[2])  # while both workers act, and two requests of the first one wait
+        (tmp_path / "first-1").touch()
+        worker, chunk = envs.recv()
+        assert (worker, chunk.extras["number0"].tolist()) == (0, [[0]])
+        opener = threading.Thread(target=open_second_after_a_pull)
+        opener.start()
+        assert envs.recv()[0] == 1
+        opener.join()
+        envs.publish(policies[3])  # the first worker acts on the policy before this one
+        (tmp_path / "first-2").touch()
+        worker, chunk = envs.recv()
+        assert (worker, chunk.extras["number2"].tolist()) == (0, [[2]])
+        (tmp_path / "first-3").touch()
+        worker, chunk = envs.recv()  # of a request that is older than the policy before this one
+        assert (worker, chunk.extras["number2"].tolist()) == (0, [[2]])
+        assert not envs.restarts

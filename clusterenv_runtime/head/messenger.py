@@ -148,6 +148,7 @@ class Messenger:
         if process.state in CONNECTED:
             weights, buffers = self.store.pull(worker.copy, pull.version)
             self.post(worker, seq, weights, *buffers)
+            process.policy = self.store.published
         process.pulled = seq, pull.version
 
     def _take_error(self, worker: Worker, seq: int, error: Error) -> None:
@@ -171,9 +172,10 @@ class Messenger:
             if seq == process.building:
                 self._take_built(worker, seq, message, frames)
             return
-        policies = request.published, self.store.published
         try:
-            response = self._open(request.message, message, frames, worker.num_envs, *policies)
+            response = self._open(
+                request.message, message, frames, worker.num_envs, process.policy
+            )
         except Exception as error:  # a worker's message must not end the run
             return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
         self.requests.answer(seq, response)

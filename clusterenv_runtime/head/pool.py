@@ -58,7 +58,7 @@ class WorkerPool:
             WorkerDiedError: the worker is gone and will not be replaced.
         """
         self.require(worker)
-        seq = self._requests.add(worker, message, buffers, self._messenger.store.published)
+        seq = self._requests.add(worker, message, buffers)
         self._messenger.post(worker, seq, message, *buffers)
         return seq
 

@@ -14,7 +14,6 @@ from typing import Any
 from gymnasium.error import ResetNeeded
 
 from ..errors import EnvError, printable
-from ..policy.versions import Published
 from ..wire.buffers import MAX_FRAME
 from ..wire.exceptions import remade
 from ..wire.part import RolloutPart
@@ -33,7 +32,6 @@ class Request:
     worker: Worker
     message: Message
     buffers: tuple[Any, ...]
-    published: Published  # what was published when the request was made
     response: OpenedReply | RolloutPart | None = None
     process: Process | None = None  # the process that responded
 
@@ -51,10 +49,10 @@ class Requests:
         self.outstanding: dict[int, Request] = {}  # by seq, oldest first
         self.answered: dict[int, Request] = {}  # by seq, in the order of the responses
 
-    def add(self, worker: Worker, message: Message, buffers: Any, published: Published) -> int:
+    def add(self, worker: Worker, message: Message, buffers: Any) -> int:
         """Keep a request, and return its number."""
         seq = next(self.seqs)
-        self.outstanding[seq] = Request(seq, worker, message, buffers, published)
+        self.outstanding[seq] = Request(seq, worker, message, buffers)
         return seq
 
     def answer(self, seq: int, response: OpenedReply | RolloutPart) -> None:

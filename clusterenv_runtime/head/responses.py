@@ -78,8 +78,7 @@ class Opener:
         response: Reply | Part,
         frames: list[Any],
         num_envs: int,
-        asked_at: Published,
-        published: Published,
+        policy: Published | None,
     ) -> OpenedReply | RolloutPart:
         """Return the part in a response, or the reply with its value and infos unpacked.
 
@@ -88,8 +87,7 @@ class Opener:
             response: the response to it.
             frames: the frames of the response.
             num_envs: how many environments the worker has.
-            asked_at: the policy that was published when the request was made.
-            published: the policy that is published now.
+            policy: the policy whose weights the worker was last sent; None if it was sent none.
 
         Raises:
             ProtocolError: the response does not match the request.
@@ -98,11 +96,10 @@ class Opener:
             raise ProtocolError(f"a {type(response).__name__} to a {type(asked).__name__}")
         arrays = Arrays(frames[1:])
         if isinstance(response, Part):
-            policy = published if response.version >= published.since else asked_at
-            if not policy.since <= response.version <= published.version:
-                possible = f"but valid versions are {policy.since} to {published.version}"
-                text = f"it says that it acted on version {response.version}, {possible}"
-                raise ProtocolError(text)
+            if policy is None or response.version != policy.version:
+                held = 0 if policy is None else policy.version
+                text = f"it says that it acted on version {response.version}"
+                raise ProtocolError(f"{text}, but it was last sent version {held}")
             opened = self._open_part(asked, response, arrays, num_envs, policy)
         else:
             opened = self._open_reply(asked, response, arrays, num_envs)

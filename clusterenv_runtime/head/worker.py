@@ -13,7 +13,7 @@ from gymnasium import Space
 from ..arrays.trees import merge_rows
 from ..envs.large import LargeArray
 from ..launchers import Exit
-from ..policy.versions import PolicyCopy
+from ..policy.versions import PolicyCopy, Published
 from ..wire.protocol import Collect, CutOff, Message, Step
 
 
@@ -55,6 +55,7 @@ class Process:
 
         self.asked: dict[int, Message] = {}  # requests sent to it and not answered yet, by seq
         self.pulled = 0, 0  # the seq of its last pull, and the version that it claimed to hold
+        self.policy: Published | None = None  # the policy whose weights it was last sent
 
         self.is_refused = False  # it broke the protocol, so its messages no longer count
         self.exit: Exit | None = None  # how it was lost; None until the head knows

@@ -52,6 +52,7 @@ class Actor:
         self.is_identity = True  # whether environments get the policy's actions unchanged
         self.version = 0  # the version of the policy's weights; 0 if it has none
         self.state: Any = None  # the policy's state after its last step; None if there is none
+        self._numbers: list[float] = []  # the numbers of this version when it was published
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
         self.before_step: Callable[[], None] = lambda: None  # called before each step
@@ -100,10 +101,13 @@ class Actor:
             text = "the checksum of the weights differs from the head's"
             raise ValueError(f"{text}: is the network or memory faulty?")
         self.version = message.version if is_right else 0
+        self._numbers = message.numbers
 
     def prepare(self, request: Collect, rows: range) -> None:
         """Take the request for the next rollout, and the rows of its environments."""
-        set_numbers(self.policy, request.numbers)
+        # A policy that was published after the request may have other numbers.
+        is_older = request.version < self.version
+        set_numbers(self.policy, self._numbers if is_older else request.numbers)
         self._request = request
         self._rows = rows
 

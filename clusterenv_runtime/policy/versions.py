@@ -100,6 +100,7 @@ class PolicyStore:
         self._changes = 0  # changes of the structure whose changed parts can be named
         self._has_warned = False  # whether it has warned that a divergence cannot be measured
         self._weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
+        self._numbers: list[float] = []  # see `Policy.numbers`
         # The updates to the published version, by the weights that a worker holds (a tensor, by its
         # identity). An update is a message, its buffers, and the weights that the worker then
         # holds, or None if the head does not keep these weights.
@@ -126,19 +127,21 @@ class PolicyStore:
         """
         # These modules import torch, which the policy has imported already.
         from .structure import check_policy
-        from .tensors import flat_weights
+        from .tensors import flat_weights, numbers_of
 
         is_new = policy is not self._policy or not self.structure
         if is_new:
             check_policy(policy)
             if self._rounds:
                 _warn_of_frozen(policy)
+        numbers = numbers_of(policy)
         weights = flat_weights(policy)  # before anything changes, because memory may run out here
         changed = self._update_structure(policy, is_new, seen)
         self.version += 1
         since = self.version if changed else self.published.since
         self.published = Published(self.version, since, self._probed.example)
         self._weights = weights  # encoded only when the first worker pulls them
+        self._numbers = numbers
         self._updates = {}
         for copy in self._copies:
             if changed:
@@ -283,12 +286,14 @@ class PolicyStore:
             packed = difference.pack()
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
-                message = Weights(self.version, difference.levels, checksum(after, others))
+                message = Weights(
+                    self.version, difference.levels, checksum(after, others), self._numbers
+                )
                 # Without room for these weights, the head sends all weights at the next pull.
                 of_others = {each.weights for each in self._copies if each is not copy} - {None}
                 held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
                 return message, [*packed, exact], after if held_bytes <= HELD_BYTES else None
-        message = Weights(self.version, WHOLE, checksum(weights, others))
+        message = Weights(self.version, WHOLE, checksum(weights, others), self._numbers)
         return message, [weights.cpu().numpy().data, exact], None
 
     def state_dict(self) -> dict[str, Any]:

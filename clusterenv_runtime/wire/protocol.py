@@ -23,7 +23,7 @@ import zmq
 from ..errors import printable
 from .buffers import MAX_FRAME
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 MAX_DROPPED = 100
 MAX_REQUEST_FRAME = 2**31  # bytes, for example of weights; frames to the head: `buffers.MAX_FRAME`
 CURVE_BYTES = 33  # bytes that CURVE adds to a frame
@@ -119,6 +119,7 @@ class Weights(Message):
     version: int
     levels: int  # the difference's levels, or `differences.WHOLE`
     checksum: int  # of the weights that the worker holds afterward
+    numbers: list[float]  # the policy's numbers when this version was published
 
 
 class Ping(Message):  # needs no action: it shows the head whether the worker can be reached
