@@ -31,7 +31,8 @@ class ClusterEnv(Measures, VectorApi):
 
     As a `VectorEnv`, it behaves like ``SyncVectorEnv(env_fns)`` step for step, and row *i* is
     always ``env_fns[i]``. With `rollout`, the workers act: each keeps its copy of the policy until
-    the copy's KL divergence from the head's policy exceeds ``kl_threshold``, and then pulls.
+    the KL divergence from the head's policy exceeds ``kl_threshold``, in the mean over all workers,
+    and then pulls.
 
     Args:
         env_fns: functions that make one environment each; only workers call them. A `Together` from
@@ -215,7 +216,8 @@ class ClusterEnv(Measures, VectorApi):
     def evaluate_async(self, policy: Policy, episodes: int, **options: Any) -> None:
         """Start to evaluate the policy as it is now, with the arguments of `evaluate`.
 
-        No other call may begin until `evaluate_wait` has returned.
+        Until `evaluate_wait` has returned, only `publish`, `recv` and the next overlapped `rollout`
+        may be called.
         """
         self._assert_idle("evaluate")
         self._collector.assert_arrays()
@@ -235,7 +237,7 @@ class ClusterEnv(Measures, VectorApi):
             return self._evaluator.wait(timeout)
 
     def interrupt(self) -> None:
-        """Make the current or next wait for workers raise `Interrupted`, within 0.3 seconds.
+        """Make the current or next wait for workers raise `Interrupted`, mostly within 0.3 seconds.
 
         Signal handlers and other threads may call this method. An interrupt never leaves an update
         of the learner half done, because only methods of this class wait. The interrupted call is

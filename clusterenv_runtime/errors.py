@@ -20,7 +20,7 @@ class StartupError(ClusterEnvError):
 
 
 class WorkerDiedError(ClusterEnvError):
-    """A worker is gone: its process has ended, or its link to the head has closed."""
+    """A worker's process has ended, or its link has closed, and no replacement takes its place."""
 
 
 class DeadlineError(ClusterEnvError):

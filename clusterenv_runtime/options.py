@@ -110,8 +110,8 @@ class ClusterOptions:
     min_workers: Positive | None = None
     """how many workers must be up for the run to begin, by default all; the others join later"""
     worker_timeout: Seconds = 30.0
-    """a worker counts as dead when its process or link has been silent for this many seconds; a
-    slow step is not silence
+    """a worker counts as dead when its process or link has been silent for this many seconds, or
+    up to a quarter less, and so does the head for its workers; a slow step is not silence
     """
     startup_timeout: Seconds = 60.0
     """how many seconds a worker may take to start, and then to build each of its environments"""

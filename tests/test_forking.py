@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import random
 import signal
@@ -90,6 +91,13 @@ def test_a_module_to_preload_is_found_on_the_current_path(monkeypatch, tmp_path)
             with ClusterEnv([TellingEnv], 1, worker_preload="preloaded_here") as envs:
                 (path,) = envs.call("path_of", "preloaded_here")
         assert path == str(tmp_path / name / "preloaded_here.py")
+
+
+def test_timeouts_may_be_infinite():
+    forever = {"startup_timeout": math.inf, "worker_timeout": math.inf, "close_timeout": math.inf}
+    # With a module to preload, another process is started that forks.
+    with ClusterEnv([CountingEnv], 1, worker_preload="calendar", **forever) as envs:
+        assert envs.reset()[0].tolist() == [[0]]
 
 
 def test_the_process_that_forks_has_one_thread_one_socket_and_no_keys():

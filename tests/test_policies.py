@@ -605,3 +605,12 @@ def test_the_programs_of_the_page_print_what_they_say(tmp_path, name):
     )
     printed = re.search(r"print\(.*\)  # ([^\n]*)", PROGRAMS[name], re.DOTALL)[1]
     assert (result.stdout.strip(), result.returncode) == (printed, 0), result.stderr
+
+
+def test_a_policy_with_an_attribute_that_contains_itself_is_refused():
+    policy = CategoricalPolicy(linear())
+    policy.settings = {}
+    policy.settings["parent"] = policy.settings
+    says = "an attribute of the policy contains itself"
+    with ClusterEnv([CountingEnv], 1) as envs, pytest.raises(ValueError, match=says):
+        envs.publish(policy)

@@ -88,7 +88,7 @@ class Collector:
                 self._grant(num_steps, workers)
             seqs = sorted(self.granted, key=self.granted.__getitem__)  # in the order of the rows
             parts = [self._take(request) for request in self._pool.gather(seqs)]
-        except BaseException:  # an interrupted rollout leaves nothing behind
+        except BaseException:  # an interrupted rollout leaves no request behind
             self._give_up()
             raise
         self.granted = {}

@@ -61,5 +61,8 @@ class Measures:
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
-        """One dict per replaced process: worker, time (Unix), reason, environments' new seeds."""
+        """One dict per replaced process: worker, time (Unix), reason, and seeds.
+
+        The seeds are those by which the replacement resets its environments first.
+        """
         return list(self._head.recovery.restarts)

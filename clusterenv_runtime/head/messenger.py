@@ -173,9 +173,7 @@ class Messenger:
                 self._take_built(worker, seq, message, frames)
             return
         try:
-            response = self._open(
-                request.message, message, frames, worker.num_envs, process.policy
-            )
+            response = self._open(request.message, message, frames, worker.num_envs, process.policy)
         except Exception as error:  # a worker's message must not end the run
             return self._refuse(worker, f"its answer was wrong: {printable(str(error))}")
         self.requests.answer(seq, response)

@@ -137,7 +137,8 @@ class Recovery:
     ) -> None:
         """Note that the user resets all environments.
 
-        The first given seed also seeds the noise, unless the noise's seed was just loaded.
+        The first given seed, less its row, also seeds the noise, unless the noise's seed was just
+        loaded.
         """
         self._options = cloudpickle.dumps(options)
         first = workers[0].numbers.start

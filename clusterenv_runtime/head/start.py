@@ -29,17 +29,29 @@ from .worker import Worker
 logger = logging.getLogger(__name__)
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+
+
+class Restart(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of one of `Measures.restarts`."""
+
+    worker: Count
+    time: float
+    reason: str
+    seeds: list[int | None] | None
+
+
 class HeadState(msgspec.Struct, forbid_unknown_fields=True):
     """The form of `Head.state_dict`, which may come from an untrusted file."""
 
-    policy_version: int
-    sync_bytes: int
+    policy_version: Count
+    sync_bytes: Count
     workers: Annotated[int, msgspec.Meta(ge=1)]  # how many workers the sums below are over
-    pulls: int
+    pulls: Count
     waiting_seconds: float
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
-    rollouts: int
-    restarts: list[dict[str, Any]]
+    seed: Count
+    rollouts: Count
+    restarts: list[Restart]
 
 
 @dataclass

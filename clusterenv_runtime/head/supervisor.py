@@ -1,8 +1,9 @@
 """Decides which worker processes are alive, lost, or due for replacement.
 
-The deadlines of all workers run at the same time. Nothing here waits or touches a socket. The head
-calls `Supervisor.look` repeatedly while it waits for workers. Each call advances every process as
-far as possible at that time.
+The deadlines of all workers run at the same time. Nothing here waits or touches a socket, except
+that a launcher may take some seconds to start a replacement. The head calls `Supervisor.look`
+repeatedly while it waits for workers. Each call advances every process as far as possible at that
+time.
 """
 
 from __future__ import annotations
@@ -148,11 +149,11 @@ class Supervisor:
         if process.state == State.KILLED:
             if self._launcher.has_ended(index) or now >= process.deadline:
                 return f"{self.describe(worker)} died: {self._reason(process, now)}"
-        elif process.state == State.REFUSED and now >= process.deadline:
+        elif process.state == State.NOT_STARTED and now >= process.deadline:
             self._start(worker)
             silence = now - process.heard
             if process is worker.process and silence >= self._startup_timeout:
-                text = f"could not be started for {silence:.0f} s: {process.refusal}"
+                text = f"could not be started for {silence:.0f} s: {process.start_error}"
                 return f"{self.describe(worker)} {text}"
         return ""
 
@@ -183,9 +184,8 @@ class Supervisor:
     def _reason(self, process: Process, now: float) -> str:
         if process.exit is not None:
             return process.exit.reason
-        silence = f"silent for {self._options.worker_timeout:g} s"
         last = f"its last message came {now - process.heard:.0f} s ago"
-        return f"cut off, or {silence} ({last}); is it stopped, or is its machine or network down?"
+        return f"cut off or silent ({last}); is it stopped, or is its machine or network down?"
 
     def replace(self, worker: Worker, text: str) -> None:
         """Start a replacement for a lost process.
@@ -195,7 +195,7 @@ class Supervisor:
                 before all had started, or the replacement could not be started for too long.
         """
         lost = worker.process
-        if lost.state == State.REFUSED:
+        if lost.state == State.NOT_STARTED:
             self.end(worker, "lost")
             raise WorkerDiedError(text)
         before = worker.losses
@@ -218,12 +218,12 @@ class Supervisor:
         try:
             self._launcher.start_worker(worker.index)
         except OSError as error:
-            pause = RETRY_S[min(process.refusals, len(RETRY_S) - 1)]
-            process.state = State.REFUSED
+            pause = RETRY_S[min(process.failed_starts, len(RETRY_S) - 1)]
+            process.state = State.NOT_STARTED
             process.deadline = self.clock() + pause
-            process.refusals += 1
-            process.refusal = str(error)
-            if process.refusals == 2:  # at the first refusal, the loss itself is not logged yet
+            process.failed_starts += 1
+            process.start_error = str(error)
+            if process.failed_starts == 2:  # at first, the loss itself is not logged yet
                 text = "worker %d cannot be started, trying again for up to %g s: %s"
                 logger.warning(text, worker.index, self._startup_timeout, error)
         else:

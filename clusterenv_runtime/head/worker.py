@@ -18,7 +18,11 @@ from ..wire.protocol import Collect, CutOff, Message, Step
 
 
 class State(enum.Enum):
-    """The states of a process, in the order in which it passes through them."""
+    """The states of a process: STARTING, BUILDING and READY follow one another.
+
+    A process that is lost is LOST, then KILLED. NOT_STARTED is a replacement that the system has
+    failed to start. ENDED is final.
+    """
 
     STARTING = "starting"  # it has not said hello yet
     BUILDING = "building"  # it has said hello, and builds its environments
@@ -26,7 +30,7 @@ class State(enum.Enum):
     # The process or its link is gone. The head reads the last messages and finds out the reason.
     LOST = "lost"
     KILLED = "killed"  # it is being killed, so that a replacement can take its place
-    REFUSED = "refused"  # the system refused to start it, and the head will try again
+    NOT_STARTED = "not started"  # the system could not start it, and the head will try again
     ENDED = "ended"  # no replacement will take its place
 
 
@@ -45,8 +49,8 @@ class Process:
         self.deadline = now + startup_timeout  # the time by which the state must have changed
         self.heard = now  # when its last message came; at first, when it was started
         self.noticed = now  # when the user was last told that it has not been started yet
-        self.refusals = 0  # how often the system refused to start it
-        self.refusal = ""  # the system's last reason to refuse
+        self.failed_starts = 0  # how often the system could not start it
+        self.start_error = ""  # the system's last reason
 
         self.identity: bytes | None = None  # the connection's ZeroMQ identity; None before `Hello`
         self.host = ""

@@ -26,10 +26,10 @@ class Exit:
 class Launcher:
     """Starts the workers of one head.
 
-    Only `stop` may block, because the head must serve its workers between the other calls. A
-    launcher of your own defines `remote`, `command` and `start_worker`, and as many of `exit`,
-    `kill`, `has_ended` and `stop` as it can. A package can make it known by name, as an entry point
-    of the group ``clusterenv.launchers``.
+    Only `stop` may block for long, because the head must serve its workers between the other calls.
+    A launcher of your own defines `remote` and `start_worker`, and as many of `exit`, `kill`,
+    `has_ended` and `stop` as it can; `command` is for the scripts' ``--dry-run``. A package can
+    make it known by name, as an entry point of the group ``clusterenv.launchers``.
 
     Args:
         log_dir: the directory for the launcher's files, for example the workers' logs. The keys are

@@ -73,7 +73,7 @@ def has_ended(process: int, timeout: float = 0.0) -> bool:
 class Forked:
     """A forked worker, with the part of the interface of `subprocess.Popen` that launchers use."""
 
-    def __init__(self, server: ForkServer, mark: str, pid: int, file: int) -> None:
+    def __init__(self, server: ForkServerLink, mark: str, pid: int, file: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._server = server
@@ -107,10 +107,10 @@ class Forked:
             signal.pidfd_send_signal(self._file, number)
 
 
-class ForkServer:
-    """The process that forks workers.
+class ForkServerLink:
+    """The link to the process that forks workers.
 
-    It starts at the first `fork`.
+    The process starts at the first `fork`.
 
     Args:
         variables: the environment variables of the process.
@@ -233,7 +233,7 @@ class ForkServer:
         """
         if not self.is_open:
             raise ForkServerLost
-        self._link.settimeout(seconds)
+        self._link.settimeout(min(seconds, threading.TIMEOUT_MAX))
         try:
             data, files, _, _ = socket.recv_fds(self._link, MAX_MESSAGE, 1)
         except (TimeoutError, ConnectionError):
@@ -270,7 +270,7 @@ class _Shared:
     """The process that forks workers for all launchers here that need one like it."""
 
     likeness: Any = None
-    server: ForkServer | None = None
+    server: ForkServerLink | None = None
 
 
 _shared = _Shared()
@@ -286,7 +286,7 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
-def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkServer:
+def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkServerLink:
     """Return a process whose forks resemble a new process with these variables.
 
     It imports torch if this process has imported torch. ``preload`` names further modules to
@@ -305,6 +305,6 @@ def shared_server(variables: Mapping[str, str], preload: Sequence[str]) -> ForkS
         # Not a worker's mark, but as long as one; see `fork_server`.
         inherited = os.environ.get(VARIABLE, "")
         unmarked = re.sub(r"\w", "0", variables[VARIABLE].removeprefix(inherited))
-        _shared.server = ForkServer({**variables, VARIABLE: inherited + unmarked}, modules)
+        _shared.server = ForkServerLink({**variables, VARIABLE: inherited + unmarked}, modules)
         _shared.likeness = likeness
     return _shared.server

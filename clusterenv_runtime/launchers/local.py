@@ -16,7 +16,15 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from .base import WORKER, Exit, Launcher
-from .forking import READY_S, UNKNOWN, Forked, ForkServer, ForkServerLost, can_fork, shared_server
+from .forking import (
+    READY_S,
+    UNKNOWN,
+    Forked,
+    ForkServerLink,
+    ForkServerLost,
+    can_fork,
+    shared_server,
+)
 from .processes import (
     VARIABLE,
     current_directory,
@@ -43,7 +51,7 @@ class LocalLauncher(Launcher):
     def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
         super().__init__(log_dir, prefix)
         self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
-        self._server: ForkServer | None = None
+        self._server: ForkServerLink | None = None
         self._lost_servers = 0
         # This process's environment and directory when `prepare` is called.
         self._environment: dict[str, str] = {}

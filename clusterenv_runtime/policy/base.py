@@ -1,8 +1,8 @@
 """The base class of policies, which act on workers and wrap the user's own ``nn.Module``.
 
 A policy maps observations to the parameters of a distribution over actions (``forward``). It draws
-an action from these parameters (``act``) with noise that was drawn beforehand, so that one
-vectorized call draws the randomness of a whole rollout. Each pull carries only parameters and
+an action from these parameters (``act``) with noise that was drawn beforehand: one call per
+environment draws the randomness of a whole rollout. Each pull carries only parameters and
 buffers, and each request carries ``numbers``. Distribution parameters, actions, noise and states
 are tensors, or dicts and tuples of tensors. docs/policies.md shows how to write a policy.
 

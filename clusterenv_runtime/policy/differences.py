@@ -1,9 +1,10 @@
 """Weights as rounded differences: a pull moves a worker's weights toward the published weights.
 
 In each tensor, the weights that are furthest off move, a quarter of them or fewer, all by the same
-amount, up or down. This takes at most about 1.1 bits per weight. The remaining distance is part of
-the next difference, so errors do not add up. Workers report the distribution that they really acted
-on, so the learner corrects for the remaining distance. A worker that holds nothing gets all weights
+amount, up or down. This takes at most about 1.1 bits per weight, or up to 1.6 where many weights
+are equally far off, because these move together. The remaining distance is part of the next
+difference, so errors do not add up. Workers report the distribution that they really acted on, so
+the learner corrects for the remaining distance. A worker that holds nothing gets all weights
 in 8 bits each: a difference from zeros, in 127 steps up or down instead of one. A worker whose
 weights are far from the published weights, for example after a checkpoint was loaded, gets the
 same: ten differences would also get there, but each of them takes a rollout.

@@ -3,10 +3,11 @@
 The structure travels once, in a pickle (`pickled`). At each publish, the store checks whether
 anything except weights and numbers has changed since the last publish. For this, `parts_of`
 describes each part of the policy by a value that stays equal as long as the part stays the same,
-and `changed_parts` names the parts that differ. A changed attribute is therefore always noticed,
-whether it is on the policy or on one of its modules. The exceptions are attributes that change by
-themselves whenever the policy acts, for example counters: `probe` finds their names by comparing
-the parts before and after the policy acts.
+and `changed_parts` names the parts that differ. A changed attribute is therefore noticed, whether
+it is on the policy or on one of its modules. There are two exceptions. Attributes that change by
+themselves whenever the policy acts, for example counters, do not count: `probe` finds their names
+by comparing the parts before and after the policy acts. And changes inside an object are noticed
+only for the classes that `_described` knows.
 
 This module imports torch.
 """
@@ -46,7 +47,18 @@ def check_policy(policy: Any) -> None:
 
 
 def parts_of(policy: Policy) -> dict[str, Any]:
-    """Return a description of each part of the policy, by the part's name."""
+    """Return a description of each part of the policy, by the part's name.
+
+    Raises:
+        ValueError: an attribute contains itself.
+    """
+    try:
+        return _parts_of(policy)
+    except RecursionError:
+        raise ValueError("an attribute of the policy contains itself") from None
+
+
+def _parts_of(policy: Policy) -> dict[str, Any]:
     named = [*policy.named_parameters(), *policy.named_buffers()]
     parts: dict[str, Any] = {
         "numbers": tuple(policy.numbers),

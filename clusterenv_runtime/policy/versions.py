@@ -1,5 +1,8 @@
 """The head's side of Adaptive Policy Synchronization: the published version, and how far each
 worker's copy has diverged.
+
+A version is a publication. Two workers that have pulled the same version may hold different
+weights, because each moved toward it from the weights that it held: see `PolicyCopy.weights`.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class Published(NamedTuple):
     version: int = 0
     since: int = 1  # the first version of this structure
     example: dict[str, Any] = {}  # the policy's output for one row, see `Probed.example`
+    numbers: list[float] = []  # see `Policy.numbers`
 
 
 @dataclass(eq=False)
@@ -100,7 +104,6 @@ class PolicyStore:
         self._changes = 0  # changes of the structure whose changed parts can be named
         self._has_warned = False  # whether it has warned that a divergence cannot be measured
         self._weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
-        self._numbers: list[float] = []  # see `Policy.numbers`
         # The updates to the published version, by the weights that a worker holds (a tensor, by its
         # identity). An update is a message, its buffers, and the weights that the worker then
         # holds, or None if the head does not keep these weights.
@@ -139,9 +142,8 @@ class PolicyStore:
         changed = self._update_structure(policy, is_new, seen)
         self.version += 1
         since = self.version if changed else self.published.since
-        self.published = Published(self.version, since, self._probed.example)
+        self.published = Published(self.version, since, self._probed.example, numbers)
         self._weights = weights  # encoded only when the first worker pulls them
-        self._numbers = numbers
         self._updates = {}
         for copy in self._copies:
             if changed:
@@ -278,6 +280,7 @@ class PolicyStore:
         from .tensors import rounded_sizes
 
         weights, others = self._weights
+        numbers = self.published.numbers
         exact = others.cpu().numpy().data
         sizes = rounded_sizes(self._policy)
         held = None if copy.weights is None else copy.weights.to(weights.device)
@@ -286,14 +289,13 @@ class PolicyStore:
             packed = difference.pack()
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
-                message = Weights(
-                    self.version, difference.levels, checksum(after, others), self._numbers
-                )
+                told = difference.levels, checksum(after, others), numbers
+                message = Weights(self.version, *told)
                 # Without room for these weights, the head sends all weights at the next pull.
                 of_others = {each.weights for each in self._copies if each is not copy} - {None}
                 held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
                 return message, [*packed, exact], after if held_bytes <= HELD_BYTES else None
-        message = Weights(self.version, WHOLE, checksum(weights, others), self._numbers)
+        message = Weights(self.version, WHOLE, checksum(weights, others), numbers)
         return message, [weights.cpu().numpy().data, exact], None
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ worker answers a request with exactly one `Reply`, `Part` or `Error`, unless an 
 ended it, see `Error.ends`. Before its response to a `Collect`, the worker may pull, at most twice.
 The response, each `Pull` and its `Weights` carry the request's ``seq``. Messages that belong to no
 request have the ``seq`` None. Buffers to a worker may hold pickles, because a worker runs the
-head's code anyway. Values to the head are encoded by `codec.pack`.
+head's code anyway. Buffers to the head hold the data of arrays, and no pickles.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Collect(Message):
     """Act and step for ``num_steps`` steps.
 
     A replacement gets the same request, and draws the same noise. ``divergence`` is the mean
-    KL(version ``behavior`` || ``version``), in nats per action dimension.
+    KL(the worker's policy || ``version``) of all workers that are asked together, in nats per
+    action dimension, so that these workers pull together.
     """
 
     num_steps: int
