@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from .divergence import Sample
     from .probe import Probed
 
+    # A message, its buffers, and the weights that the worker then holds; None in their place if the
+    # head does not keep these weights.
+    Update = tuple[Weights, list[Any], torch.Tensor | None]
+
 logger = logging.getLogger(__name__)
 HELD_BYTES = 2**30  # the most that the head keeps of the different weights that workers hold
 MANY_CHANGES = 10  # the change of a policy's structure at which the head warns
@@ -105,11 +109,8 @@ class PolicyStore:
         self._has_warned = False  # whether it has warned that a divergence cannot be measured
         self._weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
         # The updates to the published version, by the weights that a worker holds (a tensor, by its
-        # identity). An update is a message, its buffers, and the weights that the worker then
-        # holds, or None if the head does not keep these weights.
-        self._updates: dict[
-            torch.Tensor | None, tuple[Weights, list[Any], torch.Tensor | None]
-        ] = {}
+        # identity).
+        self._updates: dict[torch.Tensor | None, Update] = {}
 
     def act_in(self, space: Space, action_space: Space) -> None:
         """Set the spaces of one observation and one action, in which policies will act."""
@@ -274,7 +275,7 @@ class PolicyStore:
         self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in buffers)
         return message, buffers
 
-    def _encode(self, copy: PolicyCopy) -> tuple[Weights, list[Any], torch.Tensor | None]:
+    def _encode(self, copy: PolicyCopy) -> Update:
         """Return the update from the weights that a worker holds, see `_updates`."""
         from .differences import WHOLE, Difference, checksum
         from .tensors import rounded_sizes
