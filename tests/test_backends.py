@@ -539,6 +539,12 @@ def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(back
     assert (summary["mean_return_100"], summary["eval_return_mean"]) == (7, 7)
 
 
+def test_a_mistake_of_the_script_is_not_taken_for_one_of_its_flags():
+    args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="a=1", capture_video=True)
+    with pytest.raises(AttributeError, match="no attribute 'b'"), one_line_for_environments(args):
+        args.b  # noqa: B018
+
+
 def test_no_envpool_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "envpool", None)
     args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="", capture_video=False)

@@ -6,8 +6,10 @@ import operator
 import msgspec
 import pytest
 import torch
+from gymnasium import spaces
 
 from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime.script import ReplayBuffer
 from clusterenv_runtime.script.checkpoint import (
     load_checkpoint,
     load_part,
@@ -126,3 +128,20 @@ def test_a_forged_state_of_the_learning_curve_is_refused(state):
     curve = LearningCurve()
     with pytest.raises(msgspec.ValidationError):
         LearningCurve().load_state_dict({**curve.state_dict(), **state})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sample": 5}, {"size": 10**6}, {"inserted": "x"}, {"rewards": torch.zeros(3)}],
+    ids=str,
+)
+def test_a_forged_state_of_a_replay_buffer_is_refused(change):
+    def a_buffer():
+        return ReplayBuffer(4, spaces.Box(-1, 1, (3,)), spaces.Discrete(2))
+
+    state = a_buffer().state_dict()
+    buffer = a_buffer()
+    buffer.load_state_dict(state)
+    buffer.load_state_dict({})  # a checkpoint without the content
+    with pytest.raises(ValueError, match="the content of a replay buffer of another size or kind"):
+        buffer.load_state_dict({**state, **change})

@@ -157,3 +157,6 @@ def test_each_mistake_is_a_one_line_error(runs, monkeypatch):
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit, match=f"^error: cannot write {output}: .*{says}"):
             plot.main()
+    monkeypatch.setattr(sys, "argv", ["plot", "runs/x", "--output", "image"])
+    with pytest.raises(SystemExit, match="^error: --output must be a file's name with an ending"):
+        plot.main()

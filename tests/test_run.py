@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.script import Run, ScriptArgs
@@ -24,8 +25,10 @@ class Args(ScriptArgs):
     run_name: str = "x"
 
 
-def train(args, eval_returns=(), **more):
-    """Train for two iterations. Return the summary, which must be JSON."""
+def train(args, eval_returns=(), last=2, **more):
+    """Train for two iterations, or leave the loop after the ``last``. Return the summary, which
+    must be JSON.
+    """
     run = Run(args)
     run.begin()
     policy = CategoricalPolicy(linear(1, 2))
@@ -37,6 +40,9 @@ def train(args, eval_returns=(), **more):
             run.add_episodes(rollout)
             run.global_step += 8
             run.report(rollout, versions=iteration)
+            run.logs.add_group("losses", {"a": torch.tensor(2.0), "b": 3.0}, run.global_step)
+            if iteration == last:
+                break
         run.finish(np.array(eval_returns), **more)
     with open("runs/x/summary.json") as file:
         return json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -80,3 +86,16 @@ def test_values_that_are_not_finite_are_null_in_the_summary(tmp_path, monkeypatc
     assert summary["eval_return_mean"] is None
     assert summary["mean_return_100"] is None  # no episode has ended
     assert summary["global_step"] == 16
+
+
+def test_a_run_whose_loop_is_left_early_has_a_checkpoint_and_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train(Args(), last=1)["global_step"] == 8
+    assert load_checkpoint("runs/x")["global_step"] == 8
+    assert list((tmp_path / "runs/x").glob("*.cleanrl_model"))
+
+
+def test_losses_are_logged_as_numbers_or_as_tensors(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(Args())
+    assert [scripts.scalars("runs/x", f"losses/{name}")[-1] for name in "ab"] == [2.0, 3.0]

@@ -117,6 +117,8 @@ def test_kept_objects_get_their_state_from_the_checkpoint(new_run):
     run = new_run(parts)
     assert (run.global_step, run.directory.name, run.directory.path) == (8, "x", "runs/x")
     assert vars(run.keep("count", Counters(a=0, b=5))) == {"a": 3, "b": 5}
+    numbers = Counters(a=np.float64(1.5), b=np.int64(2)).state_dict()  # as of sums of rewards
+    assert numbers == {"a": 1.5, "b": 2} and set(map(type, numbers.values())) == {float, int}
     assert run.keep("net", torch.nn.Linear(1, 1, bias=False)).weight.item() == 1
     with pytest.raises(ValueError, match="there is a part 'net' already"):
         run.keep("net", Counters())
@@ -286,6 +288,7 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
     [
         ("", {}),
         ("gravity=-5 enable_wind=true", {"gravity": -5, "enable_wind": True}),
+        ("a=-.5 b=5. c=+5 d=1.5.2 e=.", {"a": -0.5, "b": 5.0, "c": 5, "d": "1.5.2", "e": "."}),
         ("a=False b=None c=1e-3 d=x=y e=", {"a": False, "b": None, "c": 1e-3, "d": "x=y", "e": ""}),
         (
             """sizes=[1,2] name='a b' a="5" b='none' c='{"c": 1}' d=''""",

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Rollout
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.script import stream
+from clusterenv_runtime.script.stream import chunks
 from clusterenv_runtime.wire.protocol import Collect
 
 from . import scripts
@@ -148,13 +149,27 @@ class Workers:
         return found
 
 
+def test_a_chunk_that_ends_the_run_does_not_count():
+    def add_episodes(chunk):
+        raise Interrupted("not finite")
+
+    run = a_run(3, 20, 1)
+    run.args.chunk_size = 1
+    run.iterations = lambda number, size: iter(range(number))
+    run.add_episodes = add_episodes
+    envs = Workers(3, "always", None, np.ones(3), 1)
+    with pytest.raises(Interrupted):
+        next(chunks(run, envs, lambda steps: None))
+    assert run.global_step == 0
+
+
 @pytest.mark.parametrize("outstanding", [1, 2, 3])
 def test_every_requested_chunk_is_taken_and_followed_by_a_new_request(outstanding):
     envs = Workers(3, "always", None, np.array([10.0, 10.0, 1.0]), 1)
-    chunks = stream(a_run(3, 20, outstanding), envs)
+    ready = stream(a_run(3, 20, outstanding), envs)
     assert sum(map(len, envs.asked)) == 0  # no requests before the first chunk is wanted
     taken = []
-    for number, version in enumerate(chunks, 1):
+    for number, version in enumerate(ready, 1):
         taken.append(version)
         outstanding_now = sum(map(len, envs.asked)) + len(envs.done)
         assert outstanding_now == min(3 * outstanding, 60 - number)

@@ -84,8 +84,10 @@ def _read_value(text: str) -> tuple[Any, str]:
         return word, rest
     if word.lower() in WORDS:
         return WORDS[word.lower()], rest
+    # JSON has no numbers like -.5, 5. or +1.
+    text = re.sub(r"^([+-]?)\.", r"\g<1>0.", word).removeprefix("+")
     try:
-        return json.loads(word), rest
+        return json.loads(re.sub(r"\.($|e)", r".0\1", text)), rest
     except json.JSONDecodeError:
         return word, rest
 

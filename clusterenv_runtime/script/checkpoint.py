@@ -65,7 +65,9 @@ class Counters(SimpleNamespace):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
+        # A checkpoint holds no numbers of NumPy, such as a sum of rewards.
+        held = vars(self).items()
+        return {name: kept.item() if isinstance(kept, np.generic) else kept for name, kept in held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -111,8 +111,9 @@ def one_line_for_environments(args: Any) -> Iterator[None]:
     except AutoresetError as error:
         check(False, f"--env-backend {args.env_backend}: {error}")
     except Exception as error:
-        is_ours = isinstance(error, ClusterEnvError) and not isinstance(error, EnvError)
-        if is_ours or not flags:
+        is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
+        is_ours = isinstance(error, ClusterEnvError | AttributeError | NameError)
+        if is_ours and not is_of_env or not flags:
             raise
         check(False, f"{' '.join(flags)}: {one_line(error)}")
 

@@ -52,10 +52,11 @@ class Logs:
     def wandb_id(self) -> str | None:
         return self.wandb.id if self.wandb else None
 
-    def add_group(self, group: str, scalars: dict[str, torch.Tensor], step: int) -> None:
-        """Log float32 scalars as ``group/name``, with a single copy from their device."""
-        values = torch.stack([*scalars.values()]).tolist()
-        for name, value in zip(scalars, values, strict=True):
+    def add_group(self, group: str, scalars: dict[str, torch.Tensor | float], step: int) -> None:
+        """Log scalars as ``group/name``: numbers, and tensors with one copy from their device."""
+        tensors = {name: each for name, each in scalars.items() if isinstance(each, torch.Tensor)}
+        values = torch.stack([*tensors.values()]).tolist() if tensors else []
+        for name, value in {**scalars, **dict(zip(tensors, values, strict=True))}.items():
             self.writer.add_scalar(f"{group}/{name}", value, step)
 
     def add_times(self, collect_start: float, learn_start: float, step: int) -> None:

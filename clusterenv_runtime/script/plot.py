@@ -295,6 +295,8 @@ def main() -> None:
     with one_line_for(ValueError):
         check_ranges(args)
     check(args.runs, "name the runs to compare, such as runs/A* runs/B*")
+    ending = "a file's name with an ending, such as comparison.png"
+    check(os.path.splitext(args.output)[1], f"--output must be {ending}, got {args.output}")
     paths = {os.path.realpath(path): path for path in args.runs}  # each run once
     tags = with_metric(map(LoggedRun, paths.values()), args.metric)
     settings = settings_of(tags)

@@ -10,6 +10,7 @@ import torch
 
 from ..rollout import Rollout
 from .checks import check_memory
+from .progress import say
 
 SHARE_OF_GPU = 0.5  # the fraction of a GPU's free memory that a replay buffer may take
 
@@ -27,7 +28,7 @@ def replay_device(args: Any, num_bytes: int, device: torch.device) -> torch.devi
     place = "on the GPU" if device.type == "cuda" else "in memory"
     saved = "also in each checkpoint" if args.save_replay else "not in checkpoints"
     size = f"{args.buffer_size:,} transitions, {num_bytes / 2**20:,.1f} MiB"
-    print(f"replay buffer: {size} {place}, {saved}")
+    say(f"replay buffer: {size} {place}, {saved}")
     return device
 
 
@@ -68,6 +69,15 @@ class Replay:
         return held if self._in_checkpoints else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of `state_dict`.
+
+        Raises:
+            ValueError: it does not have the content of this buffer.
+        """
+        form = {name: _form(value) for name, value in vars(self).items() if name[0] != "_"}
+        is_ours = {name: _form(value) for name, value in state.items()} == form
+        if state and not (is_ours and state["size"] == self.size):
+            raise ValueError("the content of a replay buffer of another size or kind")
         for name, value in state.items():
             is_tensor = isinstance(value, torch.Tensor)
             setattr(self, name, value.to(self._device) if is_tensor else value)
@@ -137,6 +147,11 @@ class ReplayBuffer(Replay):
         )
         obs, actions, next_obs, rewards, dones = drawn
         return obs.float(), actions, next_obs.float(), rewards, dones
+
+
+def _form(value: Any) -> Any:
+    is_tensor = isinstance(value, torch.Tensor)
+    return (value.shape, value.dtype) if is_tensor else type(value)
 
 
 def _column(size: int, space: gym.Space[Any], device: torch.device | str) -> torch.Tensor:

@@ -184,9 +184,8 @@ class Run:
     def iterations(self, number: int, steps: int) -> Iterator[int]:
         """Yield the iterations that remain of ``number``, each of ``steps`` environment steps.
 
-        They count from 1. Between two of them the run writes a checkpoint if one is due, and
-        responds to signals. After --max-seconds, the next iteration that calls `report` is the
-        last. A checkpoint follows the last one, so do not leave the loop by ``break``.
+        They count from 1. Between two of them, the run writes a checkpoint if one is due, and
+        responds to signals. After --max-seconds, the next one that calls `report` is the last.
         """
         check(number >= 1, f"--total-timesteps must be at least {steps}, one iteration's steps")
         done = -(-self.global_step // steps)
@@ -205,6 +204,10 @@ class Run:
             yield self._iteration
             if self._stop:
                 break
+        self._end_training()
+
+    def _end_training(self) -> None:
+        """Write the last checkpoint, and end the evaluations during training."""
         self._trained_seconds = self.seconds
         self._progress.end()
         self._status.write("evaluating")
@@ -214,10 +217,7 @@ class Run:
             self._try_to_save()
 
     def stream(self, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
-        """Yield a chunk for each of the remaining `iterations`. Its worker goes on in the meantime.
-
-        Before each request, ``explore(steps)`` sets the `Policy.numbers` that travel with it.
-        """
+        """Yield a chunk for each remaining iteration; ``explore`` sets numbers of the next one."""
         return chunks(self, envs, explore)
 
     def _is_time_up(self) -> bool:
@@ -229,10 +229,9 @@ class Run:
         self.logs.curve.add_episodes(rollout.episodic_returns, rollout.episodic_lengths)
 
     def report_is_due(self) -> bool:
-        """Return whether this iteration is one of about 200 in a run that `report`, or the last."""
-        every = max(self._number // 200, 1)
-        is_last = self._iteration == self._number or self._is_time_up()
-        return self._iteration % every == 0 or is_last
+        """Return whether this iteration is one of some 200 to 400 that `report`, or the last."""
+        is_one = self._iteration % max(self._number // 200, 1) == 0
+        return is_one or self._iteration == self._number or self._is_time_up()
 
     def report(self, rollout: Rollout, versions: int) -> None:
         """Log the episodes since the last report, and the synchronization of the policy.
@@ -265,9 +264,9 @@ class Run:
         return values
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
-        """End the workers, log the evaluation, draw the curve, and write ``summary.json``; or exit
-        with a one-line error if a file cannot be written.
-        """
+        """End the workers, log the evaluation, and write the curve and ``summary.json``."""
+        if self._trained_seconds is None:  # the loop was left by `break`
+            self._end_training()
         self._envs.close()
         self._signals.raise_if_received()
         if len(eval_returns):

@@ -13,7 +13,11 @@ from ..rollout import Rollout
 
 
 def chunks(run: Any, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
-    """Yield the chunks of `Run.stream`."""
+    """Yield the chunks of `Run.stream`, and count their steps in `global_step`.
+
+    Before each request, ``explore(steps)`` sets the `Policy.numbers` that travel with it. The run's
+    `args` have `num_iterations`, `chunk_size`, `num_steps`, `outstanding` and `deterministic`.
+    """
     number, size = run.args.num_iterations, run.args.chunk_size
     done = -(-run.global_step // size)
     explore(run.global_step)
@@ -21,9 +25,9 @@ def chunks(run: Any, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterat
     ready = _ready(run, envs, number - done, None, lambda: explore(next(steps)))
     for _, chunk in zip(run.iterations(number, size), ready, strict=False):
         # From here to the next chunk, nothing waits for workers, so a checkpoint holds this chunk
-        # either completely or not at all.
-        run.global_step += size
+        # either completely or not at all. If it is not finite, the run ends before it counts.
         run.add_episodes(chunk)
+        run.global_step += size
         yield chunk
 
 
