@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
@@ -288,7 +289,7 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
     [
         ("", {}),
         ("gravity=-5 enable_wind=true", {"gravity": -5, "enable_wind": True}),
-        ("a=-.5 b=5. c=+5 d=1.5.2 e=.", {"a": -0.5, "b": 5.0, "c": 5, "d": "1.5.2", "e": "."}),
+        ("a=-.5 b=5. c=+.5e1 d=1.5.2 e=.", {"a": -0.5, "b": 5.0, "c": 5.0, "d": "1.5.2", "e": "."}),
         ("a=False b=None c=1e-3 d=x=y e=", {"a": False, "b": None, "c": 1e-3, "d": "x=y", "e": ""}),
         (
             """sizes=[1,2] name='a b' a="5" b='none' c='{"c": 1}' d=''""",

@@ -37,6 +37,7 @@ T = TypeVar("T", bound="ScriptArgs")
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Interval = Annotated[float, msgspec.Meta(ge=0)]
 Kwargs = Annotated[str, RunsCode(bool)]
+NUMBER = re.compile(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)  # with a point
 WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -84,10 +85,10 @@ def _read_value(text: str) -> tuple[Any, str]:
         return word, rest
     if word.lower() in WORDS:
         return WORDS[word.lower()], rest
-    # JSON has no numbers like -.5, 5. or +1.
-    text = re.sub(r"^([+-]?)\.", r"\g<1>0.", word).removeprefix("+")
+    if NUMBER.fullmatch(word):
+        return float(word), rest
     try:
-        return json.loads(re.sub(r"\.($|e)", r".0\1", text)), rest
+        return json.loads(word), rest
     except json.JSONDecodeError:
         return word, rest
 
