@@ -3,8 +3,10 @@
 Misuse of the vector API raises Gymnasium's own errors instead.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 
 class ClusterEnvError(RuntimeError):
@@ -98,3 +100,16 @@ def print_line(text: str) -> None:
     except UnicodeEncodeError:
         sys.stdout.buffer.write(os.fsencode(f"{text}\n"))
         sys.stdout.buffer.flush()
+
+
+@contextlib.contextmanager
+def until_pipe_closes() -> Iterator[None]:
+    """Exit quietly if the reader of the output, for example `head`, closes the pipe."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest
+        sys.exit()

@@ -29,9 +29,9 @@ from .wire.security import HeadKeys, read_key_file
 class RunsCode:
     """A mark on an option's type: the values for which ``holds`` returns True can run code.
 
-    Such a value starts a program, names a module to import, or decides who may send code. The
-    training scripts never take such a value from a checkpoint alone: the command line must repeat
-    it.
+    Such a value starts a program, names a module to import, is passed to one, sends files away, or
+    decides who may send code. The training scripts never take such a value from a checkpoint alone:
+    the command line must repeat it.
     """
 
     holds: Callable[[Any], bool]
@@ -288,10 +288,12 @@ def check_ranges(options: Any) -> None:
         try:
             msgspec.convert(value.item() if isinstance(value, np.generic) else value, hint)
         except msgspec.ValidationError as error:
-            words = (
-                f", one of {typing.get_args(hint)}" if typing.get_origin(hint) is Literal else ""
-            )
-            raise ValueError(f"{name} is {value!r}: {error}{words}") from None
+            text = str(error)
+            if typing.get_origin(hint) is Literal:
+                text += f", one of {typing.get_args(hint)}"
+            elif "regex" in text:  # of `Name`
+                text = "letters, digits and _.+=- are possible, with no dot at the beginning"
+            raise ValueError(f"{name} is {value!r}: {text}") from None
 
 
 def that_run_code(options: Any) -> dict[str, Any]:

@@ -276,17 +276,17 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
         (
             "--run-name ../there",
             {},
-            "run_name is '../there': Expected `str` matching regex",
+            "run_name is '../there': letters, digits and",
         ),
         (
             "--dry-run --exp-name ../there",
             {},
-            "exp_name is '../there': Expected `str` matching regex",
+            "exp_name is '../there': letters, digits and",
         ),
         (
             "--dry-run --exp-name=",
             {},
-            "exp_name is '': Expected `str` matching regex",
+            "exp_name is '': letters, digits and",
         ),
     ],
 )

@@ -213,3 +213,14 @@ def test_each_mistake_is_a_one_line_error(tmp_path, monkeypatch, words, text, sa
     monkeypatch.setattr(sys, "argv", ["watch", *words])
     with pytest.raises(SystemExit, match=f"^error: {says}"):
         watch.main()
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error():
+    code = (
+        "from clusterenv_runtime.errors import until_pipe_closes as wait\nwith wait(): print('x')"
+    )
+    ours, theirs = os.pipe()
+    os.close(ours)
+    ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    assert (ended.returncode, ended.stderr) == (0, b"")

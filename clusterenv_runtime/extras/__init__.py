@@ -1,5 +1,5 @@
-"""Extensions that the core never imports: launchers for schedulers, adapters, environments that
-step together, and the ready-made policies.
+"""Extensions that the core works without: launchers for schedulers, adapters, environments that
+step together, and the ready-made policies, which the package's own name has for its users.
 """
 
 from ..launchers import register

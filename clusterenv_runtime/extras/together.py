@@ -65,8 +65,8 @@ def autoreset_mode(envs: VectorEnv) -> AutoresetMode:
 def key_of_statistics(envs: VectorEnv) -> str | None:
     """Return the info key of the episode statistics that the environments keep themselves.
 
-    Gymnasium's RecordEpisodeStatistics keeps them, and EnvPool keeps those of Atari games. For all
-    other vector environments the key is None.
+    Gymnasium's RecordEpisodeStatistics and EnvPool keep them. For all other vector environments the
+    key is None.
     """
     while isinstance(envs, VectorWrapper):
         if isinstance(envs, RecordEpisodeStatistics):

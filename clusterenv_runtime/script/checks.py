@@ -1,6 +1,6 @@
 """Checks of a script's flags, spaces and observations.
 
-A check that fails ends the process with a one-line error.
+A check that fails ends the process with a one-line error, or in `check_finite` the training.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ import ast
 import dataclasses
 import functools
 import inspect
-import os
-import sys
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NoReturn
 
 import tyro
+
+from ..errors import until_pipe_closes
 
 
 def names(kind: type) -> list[str]:
@@ -35,14 +35,8 @@ def show_help(groups: Mapping[str, Iterable[str]], default: Any) -> NoReturn:
     }
     fields = [(name, each, dataclasses.field(default_factory=each)) for name, each in kinds.items()]
     flags = dataclasses.make_dataclass("Flags", fields)
-    try:
-        try:
-            tyro.cli(flags, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest
-        sys.exit()
+    with until_pipe_closes():
+        tyro.cli(flags, args=["--help"], config=(tyro.conf.OmitArgPrefixes,))
 
 
 def text_of(kind: type, name: str) -> str:

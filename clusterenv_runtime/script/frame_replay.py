@@ -13,8 +13,8 @@ from .replay import Replay
 class ReplayBuffer(Replay):
     """The last `size` transitions, or slightly fewer. A stack is held as its frames' numbers.
 
-    Each frame is stored once, except the frames of stacks that end a chunk or an episode, which are
-    stored twice.
+    Each frame is stored once within a chunk and an episode. The frames of the stacks where these
+    end are stored again.
 
     Args:
         size: the number of transitions.

@@ -47,7 +47,7 @@ OF_LEARNING = {
     "kl_threshold", "sync_interval", "max_policy_lag", "weights",
 }  # fmt: skip
 # Flags that follow from others, and flags of CleanRL's own that do not affect learning.
-OTHERS = {"num_iterations", "minibatch_size", "upload_model", "hf_entity"}
+OTHERS = {"num_iterations", "chunk_size", "minibatch_size", "upload_model", "hf_entity"}
 SAME = {*names(ScriptArgs)} - OF_LEARNING | OTHERS
 
 

@@ -50,7 +50,8 @@ def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
     size = size_of(args)
     number = getattr(args, "num_iterations", 0)
     if number and size:
-        texts.append(f"{number:,} iterations of {size:,} steps, {number * size:,} in all")
+        plural = "s" * (number > 1)
+        texts.append(f"{number:,} iteration{plural} of {size:,} steps, {number * size:,} in all")
     device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
     text = f"{', '.join(texts)}; learning on {device}"
     if not saved:

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import printable
+from ..errors import printable, until_pipe_closes
 from .checks import check, one_line_for
 from .curve import on_grid
 from .directory import check_exists, holder_of
@@ -137,7 +137,8 @@ def main() -> None:
     check_exists(args.run)
     status = look(args.run)
     if args.json:
-        print(msgspec.json.encode(status).decode())
+        with until_pipe_closes():
+            print(msgspec.json.encode(status).decode())
         return
     sys.stdout.reconfigure(errors="replace")
     console = Console()
