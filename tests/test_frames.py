@@ -319,7 +319,7 @@ def test_frames_that_do_not_fit_are_refused(fields, says):
 
     def opened(**changed):
         answer, buffers = packed(part, **whole | changed)
-        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW, NOW)
+        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW)
 
     assert opened().observations.shape == (6, 2, 4, 3)
     with pytest.raises(ProtocolError) as caught:
