@@ -291,8 +291,8 @@ def check_ranges(options: Any) -> None:
             text = str(error)
             if typing.get_origin(hint) is Literal:
                 text += f", one of {typing.get_args(hint)}"
-            elif "regex" in text:  # of `Name`
-                text = "letters, digits and _.+=- are possible, with no dot at the beginning"
+            elif Name in (hint, *typing.get_args(hint)) and "regex" in text:
+                text = "it must be of letters, digits and _.+=-, with no dot at the beginning"
             raise ValueError(f"{name} is {value!r}: {text}") from None
 
 

@@ -4,6 +4,7 @@ import functools
 import operator
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -18,6 +19,7 @@ from clusterenv_runtime.script.checkpoint import (
     set_rng_state,
 )
 from clusterenv_runtime.script.curve import LearningCurve
+from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplayBuffer
 
 from .envs import CountingEnv
 
@@ -145,3 +147,14 @@ def test_a_forged_state_of_a_replay_buffer_is_refused(change):
     buffer.load_state_dict({})  # a checkpoint without the content
     with pytest.raises(ValueError, match="the content of a replay buffer of another size or kind"):
         buffer.load_state_dict({**state, **change})
+
+
+def test_a_buffer_of_frames_goes_on_with_other_workers_which_leave_room_for_other_frames():
+    space = spaces.Box(0, 255, (4, 3, 3), np.uint8)
+    buffer, other = FrameReplayBuffer(8, 30, space), FrameReplayBuffer(8, 40, space)
+    buffer.frames += 1
+    other.load_state_dict(buffer.state_dict())
+    assert torch.equal(other.frames, buffer.frames)
+    wide = FrameReplayBuffer(8, 30, spaces.Box(0, 255, (4, 3, 5), np.uint8))
+    with pytest.raises(ValueError, match="the content of a replay buffer of another size or kind"):
+        wide.load_state_dict(buffer.state_dict())

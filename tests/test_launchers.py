@@ -276,17 +276,17 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
         (
             "--run-name ../there",
             {},
-            "run_name is '../there': letters, digits and",
+            "run_name is '../there': it must be of letters",
         ),
         (
             "--dry-run --exp-name ../there",
             {},
-            "exp_name is '../there': letters, digits and",
+            "exp_name is '../there': it must be of letters",
         ),
         (
             "--dry-run --exp-name=",
             {},
-            "exp_name is '': letters, digits and",
+            "exp_name is '': it must be of letters",
         ),
     ],
 )

@@ -296,7 +296,7 @@ def test_a_worker_that_held_something_may_pull_twice(monkeypatch):
     simulation = Simulation(1)
     (worker,), store = simulation.workers, simulation.store
     store.version = 9
-    monkeypatch.setattr(store, "pull", lambda copy, held: (Weights(9, 0, held, []), ()))
+    monkeypatch.setattr(store, "pull", lambda copy, held: (Weights(9, 0, held, 1, []), ()))
     seq = simulation.pool.ask(worker, Collect(1, 9, 0, 0.0, []))
     for held in (3, 0):
         simulation.network.deliver(worker.process.identity, seq, Pull(held))

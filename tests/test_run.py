@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ class Args(ScriptArgs):
     run_name: str = "x"
 
 
-def train(args, eval_returns=(), last=2, **more):
+def train(args, eval_returns=(), last=None, evaluate=lambda: None, **more):
     """Train for two iterations, or leave the loop after the ``last``. Return the summary, which
     must be JSON.
     """
@@ -43,6 +44,7 @@ def train(args, eval_returns=(), last=2, **more):
             run.logs.add_group("losses", {"a": torch.tensor(2.0), "b": 3.0}, run.global_step)
             if iteration == last:
                 break
+        evaluate()
         run.finish(np.array(eval_returns), **more)
     with open("runs/x/summary.json") as file:
         return json.load(file, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
@@ -90,8 +92,9 @@ def test_values_that_are_not_finite_are_null_in_the_summary(tmp_path, monkeypatc
 
 def test_a_run_whose_loop_is_left_early_has_a_checkpoint_and_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert train(Args(), last=1)["global_step"] == 8
-    assert load_checkpoint("runs/x")["global_step"] == 8
+    summary = train(Args(), last=1, evaluate=lambda: time.sleep(2))
+    assert summary["global_step"] == load_checkpoint("runs/x")["global_step"] == 8
+    assert summary["wall_seconds"] == load_checkpoint("runs/x")["seconds"] < 2
     assert list((tmp_path / "runs/x").glob("*.cleanrl_model"))
 
 

@@ -631,3 +631,20 @@ def test_a_request_that_waits_acts_on_the_policy_and_the_numbers_that_are_pulled
         worker, chunk = envs.recv()  # of a request that is older than the policy before this one
         assert (worker, chunk.extras["number2"].tolist()) == (0, [[2]])
         assert not envs.restarts
+
+
+def test_a_request_that_waits_acts_on_its_own_numbers_if_the_structure_is_the_same(tmp_path):
+    policy = policy_that_reports(0)
+    with ClusterEnv([partial(GatedEnv, tmp_path, "env")], 1, sync_mode="always") as envs:
+        envs.reset(seed=1)
+        for number in (1.0, 2.0):
+            policy.number0 = number
+            envs.publish(policy)
+            envs.send(1)
+        policy.number0 = 3.0
+        envs.publish(policy)
+        for step in (1, 2):
+            (tmp_path / f"env-{step}").touch()
+        chunks = [envs.recv()[1] for _ in range(2)]
+        assert [chunk.extras["number0"].item() for chunk in chunks] == [1, 2]
+        assert [chunk.policy_versions.item() for chunk in chunks] == [1, 3]

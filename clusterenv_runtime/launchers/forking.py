@@ -40,6 +40,7 @@ MAX_MESSAGE = 2**18  # bytes
 ACTING = "clusterenv_runtime.policy.actor", "clusterenv_runtime.extras.policies"
 READY_S = 60.0  # minimum seconds that the process gets to import its modules
 FORK_S = 10.0  # seconds that it may take to fork
+MOST_S = 2e6  # the longest wait; Python hands milliseconds to `poll` in 32 bits
 UNKNOWN = 256  # the code of a worker that outlived the process that would report it
 # Prefixes of variables that take effect when an interpreter, a library or torch is loaded.
 AT_LOAD = (
@@ -233,7 +234,7 @@ class ForkServerLink:
         """
         if not self.is_open:
             raise ForkServerLost
-        self._link.settimeout(min(seconds, threading.TIMEOUT_MAX))
+        self._link.settimeout(min(seconds, MOST_S))
         try:
             data, files, _, _ = socket.recv_fds(self._link, MAX_MESSAGE, 1)
         except (TimeoutError, ConnectionError):

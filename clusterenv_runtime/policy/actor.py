@@ -52,6 +52,7 @@ class Actor:
         self.is_identity = True  # whether environments get the policy's actions unchanged
         self.version = 0  # the version of the policy's weights; 0 if it has none
         self.state: Any = None  # the policy's state after its last step; None if there is none
+        self._since = 0  # the first version of this structure
         self._numbers: list[float] = []  # the numbers of this version when it was published
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
@@ -101,12 +102,12 @@ class Actor:
             text = "the checksum of the weights differs from the head's"
             raise ValueError(f"{text}: is the network or memory faulty?")
         self.version = message.version if is_right else 0
-        self._numbers = message.numbers
+        self._since, self._numbers = message.since, message.numbers
 
     def prepare(self, request: Collect, rows: range) -> None:
         """Take the request for the next rollout, and the rows of its environments."""
-        # A policy that was published after the request may have other numbers.
-        is_older = request.version < self.version
+        # A request that is older than this structure has numbers of another policy.
+        is_older = request.version < self._since
         set_numbers(self.policy, self._numbers if is_older else request.numbers)
         self._request = request
         self._rows = rows

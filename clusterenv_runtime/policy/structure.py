@@ -50,12 +50,12 @@ def parts_of(policy: Policy) -> dict[str, Any]:
     """Return a description of each part of the policy, by the part's name.
 
     Raises:
-        ValueError: an attribute contains itself.
+        ValueError: an attribute contains itself, or is nested too deeply.
     """
     try:
         return _parts_of(policy)
     except RecursionError:
-        raise ValueError("an attribute of the policy contains itself") from None
+        raise ValueError("an attribute of the policy contains itself, or is too deep") from None
 
 
 def _parts_of(policy: Policy) -> dict[str, Any]:

@@ -281,7 +281,7 @@ class PolicyStore:
         from .tensors import rounded_sizes
 
         weights, others = self._weights
-        numbers = self.published.numbers
+        _, since, _, numbers = self.published
         exact = others.cpu().numpy().data
         sizes = rounded_sizes(self._policy)
         held = None if copy.weights is None else copy.weights.to(weights.device)
@@ -290,13 +290,13 @@ class PolicyStore:
             packed = difference.pack()
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
-                told = difference.levels, checksum(after, others), numbers
+                told = difference.levels, checksum(after, others), since, numbers
                 message = Weights(self.version, *told)
                 # Without room for these weights, the head sends all weights at the next pull.
                 of_others = {each.weights for each in self._copies if each is not copy} - {None}
                 held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
                 return message, [*packed, exact], after if held_bytes <= HELD_BYTES else None
-        message = Weights(self.version, WHOLE, checksum(weights, others), numbers)
+        message = Weights(self.version, WHOLE, checksum(weights, others), since, numbers)
         return message, [weights.cpu().numpy().data, exact], None
 
     def state_dict(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _read_value(text: str) -> tuple[Any, str]:
     if NUMBER.fullmatch(word):
         return float(word), rest
     try:
-        return json.loads(word), rest
+        return json.loads(word.removeprefix("+")), rest
     except json.JSONDecodeError:
         return word, rest
 

@@ -35,7 +35,7 @@ class RunDirectory:
         self.path = path
         self.saved: dict[str, Any] = {}
         self._is_new = False
-        self._parts: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
 
     @property
     def name(self) -> str:
@@ -77,9 +77,9 @@ class RunDirectory:
 
     def keep(self, name: str, part: Any) -> None:
         """Have checkpoints hold the state of a part, and load its state from `saved`, if any."""
-        if name in self._parts:
+        if name in self.parts:
             raise ValueError(f"there is a part {name!r} already")
-        self._parts[name] = part
+        self.parts[name] = part
         if self.saved:
             parts = self.saved["parts"]
             of_another = f"{self.path} is from another version of this script"
@@ -100,10 +100,10 @@ class RunDirectory:
         Raises:
             CheckpointError: the weights are not finite, so no run could resume from them.
         """
-        for part in self._parts.values():
+        for part in self.parts.values():
             if isinstance(part, torch.nn.Module) and not is_finite(part):
                 raise CheckpointError("the weights are not finite")
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {name: part.state_dict() for name, part in self.parts.items()}
 
 
 def holder_of(directory: str | os.PathLike[str]) -> str:

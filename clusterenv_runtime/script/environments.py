@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
-from ..errors import ClusterEnvError, EnvError, one_line
+from ..errors import EnvError, one_line
 from ..extras.backends import make_vec
 from ..extras.together import AutoresetError, Together
 from .checks import ATARI, check
@@ -112,10 +112,20 @@ def one_line_for_environments(args: Any) -> Iterator[None]:
         check(False, f"--env-backend {args.env_backend}: {error}")
     except Exception as error:
         is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
-        is_ours = isinstance(error, ClusterEnvError | AttributeError | NameError)
-        if is_ours and not is_of_env or not flags:
+        if not (flags and is_of_env):
             raise
         check(False, f"{' '.join(flags)}: {one_line(error)}")
+
+
+@contextmanager
+def of_environment() -> Iterator[None]:
+    """Mark an error of an environment that is made in this process, as if it came from a worker."""
+    try:
+        yield
+    except (gym.error.Error, ModuleNotFoundError, EnvError):
+        raise
+    except Exception as error:
+        raise error from EnvError(one_line(error))
 
 
 def check_plain(

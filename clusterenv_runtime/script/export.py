@@ -29,7 +29,7 @@ from ..errors import one_line
 from ..policy.base import Policy
 from ..policy.tensors import to_tensors
 from .checks import check
-from .environments import one_line_for_environments
+from .environments import of_environment, one_line_for_environments
 from .progress import say
 from .trained import Trained, TrainedArgs
 
@@ -218,7 +218,7 @@ def main() -> None:
     needs = f"ONNX needs {', '.join(missing)}: pip install {' '.join(NEEDED)}"
     check(path.endswith(".pt2") or not missing, needs)
     trained = Trained(args)
-    with one_line_for_environments(trained.args):
+    with one_line_for_environments(trained.args), of_environment():
         env = trained.env_fn()
         env.close()
     space = env.observation_space

@@ -74,8 +74,8 @@ class Replay:
         Raises:
             ValueError: it does not have the content of this buffer.
         """
-        form = {name: _form(value) for name, value in vars(self).items() if name[0] != "_"}
-        is_ours = {name: _form(value) for name, value in state.items()} == form
+        form = {name: _form(name, value) for name, value in vars(self).items() if name[0] != "_"}
+        is_ours = {name: _form(name, value) for name, value in state.items()} == form
         if state and not (is_ours and state["size"] == self.size):
             raise ValueError("the content of a replay buffer of another size or kind")
         for name, value in state.items():
@@ -149,9 +149,11 @@ class ReplayBuffer(Replay):
         return obs.float(), actions, next_obs.float(), rewards, dones
 
 
-def _form(value: Any) -> Any:
-    is_tensor = isinstance(value, torch.Tensor)
-    return (value.shape, value.dtype) if is_tensor else type(value)
+def _form(name: str, value: Any) -> Any:
+    """Return the form of a buffer's attribute. How many frames it has depends on the workers."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    return value.shape[name == "frames" :], value.dtype
 
 
 def _column(size: int, space: gym.Space[Any], device: torch.device | str) -> torch.Tensor:

@@ -167,6 +167,7 @@ class Run:
         self._envs, self._model = envs, model
         self._unwritten = None
         self._trained_seconds: float | None = None
+        self._has_ended = False
         if saved := self.directory.saved:
             self.directory.restore("rng", lambda: set_rng_state(saved["rng"]))
         self._start = time.monotonic() - saved.get("seconds", 0)
@@ -193,22 +194,25 @@ class Run:
         self._progress.begin(number, done)
         self._saved_at = time.monotonic()
         self._stop = False
-        for self._iteration in range(done + 1, number + 1):
-            self._signals.raise_if_received()
-            self._evaluations.go_on(self.global_step)
-            if time.monotonic() - self._saved_at > self.args.checkpoint_interval:
-                self._try_to_save()
-                self._saved_at = time.monotonic()
-            self._progress.tell(f"step {self.global_step:,}")
-            self._status.tell()
-            yield self._iteration
-            if self._stop:
-                break
+        try:
+            for self._iteration in range(done + 1, number + 1):
+                self._signals.raise_if_received()
+                self._evaluations.go_on(self.global_step)
+                if time.monotonic() - self._saved_at > self.args.checkpoint_interval:
+                    self._try_to_save()
+                    self._saved_at = time.monotonic()
+                self._progress.tell(f"step {self.global_step:,}")
+                self._status.tell()
+                yield self._iteration
+                if self._stop:
+                    break
+        finally:  # also if the loop is left by `break`
+            self._trained_seconds = self.seconds
         self._end_training()
 
     def _end_training(self) -> None:
         """Write the last checkpoint, and end the evaluations during training."""
-        self._trained_seconds = self.seconds
+        self._has_ended = True
         self._progress.end()
         self._status.write("evaluating")
         self._try_to_save()
@@ -265,17 +269,17 @@ class Run:
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """End the workers, log the evaluation, and write the curve and ``summary.json``."""
-        if self._trained_seconds is None:  # the loop was left by `break`
+        if not self._has_ended:  # the loop was left by `break`
             self._end_training()
         self._envs.close()
         self._signals.raise_if_received()
         if len(eval_returns):
             self.logs.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        seconds, curve = self.seconds, self.logs.curve
+        envs, curve = self.directory.parts.get("envs", self._envs), self.logs.curve
         summary = {
-            "global_step": self.global_step, "wall_seconds": seconds,
-            "sps": self.global_step / seconds, **more,
-            **summary_of(self.args, self._envs_state(), curve, eval_returns),
+            "global_step": self.global_step, "wall_seconds": self.seconds,
+            "sps": self.global_step / self.seconds, **more,
+            **summary_of(self.args, envs.state_dict(), curve, eval_returns),
         }  # fmt: skip
         self.logs.add_summary(summary)
         try:
@@ -288,9 +292,6 @@ class Run:
             self._status.write("finished")
         finally:  # print last, so that no file depends on it, but also if a file fails
             say(end_of(summary, self.directory.path))
-
-    def _envs_state(self) -> dict[str, Any]:
-        return self._envs.state_dict()
 
 
 def _check_is_alone() -> None:

@@ -120,6 +120,7 @@ class Weights(Message):
     version: int
     levels: int  # the difference's levels, or `differences.WHOLE`
     checksum: int  # of the weights that the worker holds afterward
+    since: int  # the first version of the policy's structure
     numbers: list[float]  # the policy's numbers when this version was published
 
 

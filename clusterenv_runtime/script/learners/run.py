@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -86,8 +86,8 @@ class LearnersRun(Run):
         if self.writes:
             super().save()
 
-    def iterations(self, number: int, steps: int) -> Iterator[int]:
-        yield from super().iterations(number, steps)
+    def _end_training(self) -> None:
+        super()._end_training()
         self.learners.part()
         if not self.writes:
             sys.exit()
@@ -118,9 +118,6 @@ class LearnersRun(Run):
 
     def _sum(self, values: np.ndarray) -> np.ndarray:
         return self.learners.sum(values)
-
-    def _envs_state(self) -> dict[str, Any]:
-        return self._workers.state_dict()
 
 
 class SharedWorkers:
