@@ -46,9 +46,8 @@ class HeadState(msgspec.Struct, forbid_unknown_fields=True):
 
     policy_version: Count
     sync_bytes: Count
-    workers: Annotated[
-        int, msgspec.Meta(ge=1, lt=2**62)
-    ]  # how many workers the sums below are over
+    # how many workers the sums below are over
+    workers: Annotated[int, msgspec.Meta(ge=1, lt=2**62)]
     pulls: Count
     waiting_seconds: float
     seed: Count
