@@ -191,9 +191,9 @@ class LocalLauncher(Launcher):
         deadline = time.monotonic() + min(timeout, 1)
         for index, process in self._processes.items():
             # A forked worker's exit code is known a moment after the worker has ended.
-            while (code := process.poll()) is None and time.monotonic() < deadline:
+            while (exit := self.exit(index)) is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            exit = self.exit(index)
+            code = process.returncode
             if timeout > 0 and code and exit is not None and not exit.by_signal:
                 text = "worker %d failed as it closed its environments (exit code %d)%s"
                 log = self.log(index)

@@ -122,7 +122,7 @@ def of_environment() -> Iterator[None]:
     """Mark an error of an environment that is made in this process, as if it came from a worker."""
     try:
         yield
-    except (gym.error.Error, ModuleNotFoundError, EnvError):
+    except (gym.error.Error, ModuleNotFoundError):
         raise
     except Exception as error:
         raise error from EnvError(one_line(error))

@@ -44,14 +44,14 @@ def size_of(args: Any) -> int:
 
 def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
     """Return a description of a run, with the step and changed flags if it resumes ``saved``."""
-    plurals = ["s" * (number > 1) for number in (args.num_envs, args.num_workers)]
+    number = getattr(args, "num_iterations", 0)
+    plurals = ["s" * (each > 1) for each in (args.num_envs, args.num_workers, number)]
     envs = f"{args.num_envs} environment{plurals[0]}"
     texts = [f"{directory}: {envs} on {args.num_workers} worker{plurals[1]}"]
     size = size_of(args)
-    number = getattr(args, "num_iterations", 0)
     if number and size:
-        plural = "s" * (number > 1)
-        texts.append(f"{number:,} iteration{plural} of {size:,} steps, {number * size:,} in all")
+        iterations = f"{number:,} iteration{plurals[2]}"
+        texts.append(f"{iterations} of {size:,} steps, {number * size:,} in all")
     device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
     text = f"{', '.join(texts)}; learning on {device}"
     if not saved:

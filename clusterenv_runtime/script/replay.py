@@ -65,8 +65,10 @@ class Replay:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffer's content, or an empty dict if checkpoints do not hold it."""
-        held = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return held if self._in_checkpoints else {}
+        return self._content() if self._in_checkpoints else {}
+
+    def _content(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of `state_dict`.
@@ -74,9 +76,11 @@ class Replay:
         Raises:
             ValueError: it does not have the content of this buffer.
         """
-        form = {name: _form(name, value) for name, value in vars(self).items() if name[0] != "_"}
-        is_ours = {name: _form(name, value) for name, value in state.items()} == form
-        if state and not (is_ours and state["size"] == self.size):
+        own, given = (
+            {name: _form(name, value) for name, value in each.items()}
+            for each in (self._content(), state)
+        )
+        if state and not (given == own and state["size"] == self.size):
             raise ValueError("the content of a replay buffer of another size or kind")
         for name, value in state.items():
             is_tensor = isinstance(value, torch.Tensor)
