@@ -15,15 +15,6 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegative,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     Counters,
     CudaGraph,
@@ -41,6 +32,15 @@ from clusterenv_runtime.script import (
     record_video,
     replay_device,
     seeded_device,
+)
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegative,
+    Positive,
+    PositiveNumber,
 )
 
 

@@ -16,7 +16,7 @@ A `ClusterEnv` is also a plain ``gymnasium.vector.VectorEnv``: ``envs.step(actio
 
 from typing import TYPE_CHECKING, Any
 
-from .arrays.frames import Frames
+from .arrays import Frames
 from .env import ClusterEnv
 from .errors import (
     CheckpointError,

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
+import time
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Unpack
 
 import gymnasium as gym
-from gymnasium.vector import AutoresetMode
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-from .envs.blueprint import Blueprint, EnvFns
+from . import messages
 from .errors import Interrupted
-from .head.collect import Collector
-from .head.evaluation import Evaluator
-from .head.interrupts import interruptible
-from .head.measures import Measures
-from .head.start import start_head
-from .head.stepping import Stepper
-from .head.vector_api import VectorApi
-from .options import parse_options
-from .rollout import Evaluation, Rollout
+from .head.acting import ActingEnv
+from .head.pool import Pool
+from .head.transport import Transport
+from .head.workers import Supervisor, Worker
+from .launchers import Launcher
+from .options import ClusterOptions, Options, parse_options
+from .policy.versions import PolicyStore
+from .setup import Process, pack_environments
 
-if TYPE_CHECKING:
-    from .policy.base import Policy
+logger = logging.getLogger(__name__)
+EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv]
 
 
-class ClusterEnv(Measures, VectorApi):
+class ClusterEnv(ActingEnv):
     """A vector environment in worker processes, where each worker can act on its own policy copy.
 
     As a `VectorEnv`, it behaves like ``SyncVectorEnv(env_fns)`` step for step, and row *i* is
@@ -35,17 +38,21 @@ class ClusterEnv(Measures, VectorApi):
     and then pulls.
 
     Args:
-        env_fns: functions that make one environment each; only workers call them. A `Together` from
-            `extras` can take their place: it makes each worker's rows as one vector environment,
-            which only `rollout`, `send` and `evaluate` can step.
+        env_fns: functions that make one environment each; only workers call them. Or one function
+            that takes a number and returns a `VectorEnv` of that many environments, from which each
+            worker makes its rows. Its autoreset mode must be "SameStep" or "Disabled".
         num_workers: the number of worker processes, at most the number of environments. Each worker
             gets a contiguous share of the rows.
-        num_envs: the total number of environments, required with a `Together`.
-        copy, observation_mode, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
+        num_envs: the total number of environments, required with one function.
+        copy, autoreset_mode: as in `gymnasium.vector.SyncVectorEnv`.
+        observation_mode: "same": the environments' spaces must be alike.
         info_keys: the keys of step infos that `Rollout.infos` holds. Their values must be numbers,
             or arrays of one shape per key.
         frame_stack: the number of frames in a stacked observation. A rollout holds each frame of
             such observations once, as `Frames`.
+        allow: classes of values that may come to this process in infos, results of `call`, and
+            exceptions, besides arrays, numbers, strings and containers of these. Such a value's
+            class decides which code of it runs here.
         log_dir: the directory where workers write ``worker-I.log``; by default they write to this
             process's output. Workers on other machines need it on a file system that they share
             with the head, because it also holds their keys.
@@ -54,11 +61,12 @@ class ClusterEnv(Measures, VectorApi):
             ``sum`` sums a float64 array over all learners. Each `rollout` calls ``sum``, because
             the workers of all learners pull together. `send` is then not available.
         options: the fields of `clusterenv_runtime.options.ClusterOptions`, which documents them.
-            ``launcher`` may also be a `Launcher`, which has its own ``log_dir`` and prefix.
+            ``launcher`` may also be a `Launcher`, which has its own ``log_dir``, prefix and
+            resources.
 
     Raises:
         TypeError, ValueError: an option does not exist, or an argument is out of range.
-        SpacesError: the environments' spaces do not match. It is a RuntimeError and a ValueError.
+        RuntimeError: the environments' spaces are not alike.
         Exception: an environment raised it while it was built. Its cause is an `EnvError`.
         StartupError, WorkerDiedError: the head cannot listen or start workers, or a worker does not
             come up.
@@ -71,170 +79,59 @@ class ClusterEnv(Measures, VectorApi):
         *,
         num_envs: int | None = None,
         copy: bool = True,
-        observation_mode: str | tuple[gym.Space[Any], gym.Space[Any]] = "same",
+        observation_mode: Literal["same"] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         info_keys: Sequence[str] = (),
         frame_stack: int | None = None,
+        allow: Sequence[type] = (),
         log_dir: str | os.PathLike[str] | None = None,
         learners: Any = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         self.closed = True  # False once there is something to close
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
-        blueprint = Blueprint(
-            env_fns,
-            num_envs,
-            observation_mode,
-            autoreset_mode,
-            info_keys,
-            frame_stack,
-            0 if learners is None else learners.first_row,
+        if observation_mode != "same":
+            raise ValueError(
+                f"observation_mode must be 'same', got {observation_mode!r}: give environments of "
+                "different spaces one space by a wrapper, such as TransformObservation"
+            )
+        _check_info_keys(info_keys)
+        if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
+            raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
+        number = _count(env_fns, num_envs)
+        shares = np.array_split(range(number), min(parsed.num_workers, number))
+        rows = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
+        modes = AutoresetMode(autoreset_mode), tuple(info_keys), frame_stack
+        allowed = tuple(allow)
+        environments = pack_environments(
+            (
+                (
+                    env_fns if callable(env_fns) else list(env_fns[share]),
+                    len(numbers),
+                    modes,
+                    allowed,
+                )
+                for share, numbers in zip(rows, shares, strict=True)
+            ),
+            is_shared=not launcher.remote and not launcher.prefix,
         )
-        self._head = start_head(blueprint, parsed, launcher, address, learners)
-        self._finalizer = weakref.finalize(self, self._head.close, parsed.close_timeout)
+        first_row = 0 if learners is None else learners.first_row
+        self._pool = start_pool(
+            environments, rows, first_row, parsed, launcher, address, allowed, learners
+        )
+        self._close_timeout = parsed.close_timeout
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self._pool, self._pid, self._close_timeout)
         try:
-            blueprint.move_to(self)
+            self._set_spaces(number, first_row, copy)
         except Exception:  # Gymnasium cannot batch the spaces
             self._finalizer()
             raise
-        self._pool = self._head.pool
-        self.num_workers = len(self._pool.workers)
-        self.copy = copy
-        self._stepper = Stepper(self._head, blueprint, copy)
-        self._collector = Collector(self._head, blueprint)
-        self._evaluator = Evaluator(self._head, blueprint)
+        self.env_fns = env_fns
+        self.num_workers = len(rows)
+        self.observation_mode = observation_mode
+        self._set_acting(info_keys)
         self.closed = False
-
-    # Methods for which the workers act.
-    @interruptible
-    def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
-        """Publish ``policy``, let all workers act for ``num_steps`` steps, and return the rollout.
-
-        Each worker acts on the published version or on the version that it holds. Nothing crosses
-        the network between its first and last step. An episode that ends is reset within the same
-        step, regardless of ``autoreset_mode``. With ``overlap``, the next rollout is requested
-        before this one is returned: the workers act while you learn, on a policy that is one
-        version older.
-
-        Raises:
-            ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            TypeError, ValueError: the policy cannot act in these environments, ``num_steps`` is
-                less than 1, or it differs from the overlapped rollout's ``num_steps``.
-            Exception: an environment or the policy raised it on a worker. Its cause is an
-                `EnvError`.
-            WorkerDiedError: too many replacements of a worker have died in a row.
-        """
-        self._assert_is_running()
-        if self._collector.overlapped is None:
-            self._assert_idle("rollout")
-        self._collector.assert_can_act("rollout", num_steps)
-        return self._collector.rollout(policy, num_steps, overlap)
-
-    @interruptible
-    def publish(self, policy: Policy) -> int:
-        """Publish the policy's current weights as the next version. Return the version number.
-
-        This also measures each worker's divergence from the new version. `rollout` publishes by
-        itself. If it is called before the first `reset`, the workers load torch before they reset
-        their environments, and the first rollout does not wait for it.
-
-        Raises:
-            ClosedEnvironmentError: as for `step`.
-            TypeError, ValueError: the policy cannot act in these environments.
-        """
-        self._assert_is_running()
-        return self._collector.publish(policy)
-
-    @interruptible
-    def send(self, num_steps: int, worker: int | None = None) -> None:
-        """Ask one worker, or all workers, to act for another ``num_steps`` steps.
-
-        A worker acts on the last published version or on the version that it holds. It answers its
-        requests in order, so a worker with more than one request never waits for you. Idle workers
-        that will pull get their weights before this method returns. That takes milliseconds, except
-        after the first `publish`: then the workers import torch, which takes seconds.
-
-        Raises:
-            ResetNeeded, AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: no policy has been published, the observations are not arrays,
-                ``num_steps`` is less than 1, there is no such worker, or there are several
-                learners.
-        """
-        self._assert_idle("send")
-        self._collector.assert_can_act("send", num_steps)
-        self._collector.send(num_steps, worker)
-
-    @interruptible
-    def recv(self, worker: int | None = None) -> tuple[int, Rollout]:
-        """Wait for the next response to `send`. Return the worker's number and its chunk.
-
-        The chunk is the rollout of the worker's rows. Without ``worker``, the next response of any
-        worker is returned.
-
-        Raises:
-            NoAsyncCallError: no request of `send` is outstanding.
-        """
-        self._assert_is_running()
-        return self._collector.recv(worker)
-
-    @interruptible
-    def evaluate(self, policy: Policy, episodes: int, **options: Any) -> Evaluation:
-        """Have the workers play ``episodes`` episodes with ``policy``. Return the results.
-
-        All environments play at once, and each plays its share of the episodes. The first episodes
-        of each environment count, so that long episodes count as much as short ones. An episode is
-        what `Rollout.episodic_returns` counts as one: in Atari, a whole game. Each environment is
-        reset with its own seed, ``seed`` plus the environment's number. Its later episodes follow
-        from that seed, as in all of Gymnasium's vector environments, and so does the policy's
-        noise. Therefore an evaluation gives the same result on any number of workers, except where
-        a matrix product rounds differently.
-
-        Afterwards training continues as before, even with outstanding rollouts: versions, pulls and
-        noise do not change. The environments of workers that have played begin another episode with
-        the next rollout, with seeds that follow from those of `reset`. Before the next `step`, they
-        must be `reset`.
-
-        Args:
-            policy: the policy to evaluate. It need not be the published one.
-            episodes: the number of episodes.
-            options: ``seed=100_000``: the seed of the first environment. ``deterministic=False``:
-                whether the policy takes the mode of its distribution instead of drawing actions.
-                ``max_steps=30_000``: the number of steps after which an unfinished episode counts
-                as it is, with a warning. The rest of it does not count as another episode, unless
-                the rest reaches ``max_steps``, too.
-
-        Raises:
-            ResetNeeded: an environment has raised an exception, or a step was given up.
-            AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            TypeError, ValueError: the policy cannot act in these environments, its distribution has
-                no mode, an argument is out of range, or an episode's return is not finite.
-        """
-        self.evaluate_async(policy, episodes, **options)
-        return self.evaluate_wait()
-
-    @interruptible
-    def evaluate_async(self, policy: Policy, episodes: int, **options: Any) -> None:
-        """Start to evaluate the policy as it is now, with the arguments of `evaluate`.
-
-        Until `evaluate_wait` has returned, only `publish`, `recv` and the next overlapped `rollout`
-        may be called.
-        """
-        self._assert_idle("evaluate")
-        self._collector.assert_arrays()
-        self._evaluator.ask(policy, episodes, **options)
-
-    @interruptible
-    def evaluate_wait(self, timeout: float | None = None) -> Evaluation:
-        """Wait for the evaluation to end, and return its results.
-
-        Raises:
-            multiprocessing.TimeoutError: the evaluation has not ended within ``timeout`` seconds.
-                It goes on: call this method again. A ``timeout`` of 0 only checks for the end.
-            NoAsyncCallError: no evaluation is under way.
-        """
-        self._assert_is_running()
-        with self._collector.giving_up_after_errors():
-            return self._evaluator.wait(timeout)
 
     def interrupt(self) -> None:
         """Make the current or next wait for workers raise `Interrupted`, mostly within 0.3 seconds.
@@ -243,11 +140,11 @@ class ClusterEnv(Measures, VectorApi):
         of the learner half done, because only methods of this class wait. The interrupted call is
         given up, but requests of `send` remain outstanding.
         """
-        self._pool.interrupt.request(Interrupted("interrupted while waiting for workers"))
+        self._pool.interrupt = Interrupted("interrupted while waiting for workers")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters and the state of the noise as plain data, without environments."""
-        return self._head.state_dict()
+        return self._pool.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`, which may come from any number of workers.
@@ -259,4 +156,140 @@ class ClusterEnv(Measures, VectorApi):
             ValueError: ``state`` is not such a state.
         """
         self._assert_idle("load_state_dict")
-        self._head.load_state_dict(state)
+        self._pool.load_state_dict(state)
+
+    # What APS has done so far, and which processes were lost. Reading it asks no worker.
+    @property
+    def policy_version(self) -> int:
+        """The last published policy version; 0 before the first."""
+        return self._pool.store.version
+
+    @property
+    def pulls(self) -> np.ndarray:
+        """The number of each worker's pulls so far, ``(num_workers,)`` int64."""
+        return np.array([worker.copy.pulls for worker in self._pool.workers], np.int64)
+
+    @property
+    def held_versions(self) -> np.ndarray:
+        """The version that each worker holds, ``(num_workers,)`` int64; 0 before its first pull."""
+        return np.array([worker.copy.held for worker in self._pool.workers], np.int64)
+
+    @property
+    def sync_bytes(self) -> int:
+        """The bytes of weights sent to all workers so far."""
+        return self._pool.store.bytes_sent
+
+    @property
+    def divergence(self) -> np.ndarray:
+        """The mean KL(policy a worker last acted on || published policy), ``(num_workers,)``.
+
+        The divergence is in nats per action dimension; a discrete action has one dimension. It is
+        inf before a worker has acted.
+        """
+        return np.array([worker.copy.divergence for worker in self._pool.workers])
+
+    @property
+    def hosts(self) -> list[str]:
+        """The name of each worker's machine; empty before the worker has connected."""
+        return [worker.process.host for worker in self._pool.workers]
+
+    @property
+    def steps(self) -> np.ndarray:
+        """The environment steps in each worker's rollouts so far, ``(num_workers,)`` int64."""
+        return np.array([worker.steps for worker in self._pool.workers], np.int64)
+
+    @property
+    def waiting_seconds(self) -> np.ndarray:
+        """The seconds that each worker has waited for requests or weights, ``(num_workers,)``."""
+        return np.array([worker.waited for worker in self._pool.workers])
+
+    @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """One dict per replaced process: worker, time (Unix), reason, and seeds.
+
+        The seeds are those by which the replacement resets its environments first.
+        """
+        return list(self._pool.restarts)
+
+
+def _close(pool: Pool, pid: int, timeout: float) -> None:
+    if os.getpid() == pid:  # not in a fork of this process
+        pool.close(timeout)
+
+
+def _count(env_fns: Any, num_envs: int | None) -> int:
+    """Return the number of environments, after a check of both arguments."""
+    if callable(env_fns):
+        if num_envs is None or operator.index(num_envs) < 1:
+            raise ValueError(
+                f"one function for all environments needs num_envs, at least 1, got {num_envs}"
+            )
+        return num_envs
+    if not len(env_fns):
+        raise ValueError("env_fns must hold at least one function, got none")
+    if num_envs not in (None, len(env_fns)):
+        raise ValueError(f"num_envs is {num_envs}, but there are {len(env_fns)} env_fns")
+    return len(env_fns)
+
+
+def _check_info_keys(info_keys: Sequence[str]) -> None:
+    if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
+        raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
+    for key in info_keys:
+        if f"_{key}" in info_keys:
+            raise ValueError(
+                f"info_keys must not have both {key!r} and '_{key}', which says where it is"
+            )
+
+
+def start_pool(
+    environments: Sequence[tuple[bytes, Any]],
+    shares: Sequence[slice],
+    first_row: int,
+    options: ClusterOptions,
+    launcher: Launcher,
+    address: str | None,
+    allowed: tuple[type, ...],
+    learners: Any,
+    make_transport: Callable[..., Transport] = Transport,
+    clock: Callable[[], float] = time.monotonic,
+) -> Pool:
+    """Listen at ``address``, start a worker for each share of the rows, and wait for all of them.
+
+    ``environments`` has what `setup.pack_environments` returns for each share. A simulation passes
+    its own transport and clock.
+
+    Raises:
+        StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
+        Exception: an environment raised it, with an `EnvError` as its cause.
+    """
+    began = clock()
+    # Read these versions from files now. By the time a worker says hello, strangers may have used
+    # up the number of files that this process may open.
+    messages.shared_versions()
+    preparation = Process(launcher)
+    workers = [
+        Worker(index, rows, first_row, *packed)
+        for index, (rows, packed) in enumerate(zip(shares, environments, strict=True))
+    ]
+    copies = [worker.copy for worker in workers]
+    store = PolicyStore(copies, options.weights == "difference", learners)
+    supervisor = Supervisor(workers, launcher, options, clock)
+    transport = make_transport(address, options.port, options.keys(), launcher.directory)
+    pool = Pool(supervisor, transport, store, options.rule, preparation, allowed)
+    flags = options.worker_flags(launcher, transport.address, transport.key_file)
+    try:
+        launcher.prepare(
+            len(workers),
+            flags,
+            transport.directory,
+            fork=options.worker_start == "fork",
+            preload=options.worker_preload.split(),
+            startup_timeout=options.startup_timeout,
+        )
+        pool.start()
+    except BaseException:
+        pool.close(timeout=0)
+        raise
+    logger.info("%d workers ready in %.1f s", len(workers), clock() - began)
+    return pool

@@ -1,12 +1,7 @@
-"""The runtime's exceptions, and functions that prepare and print text for the user.
+"""The runtime's exceptions, and functions that prepare text for the user.
 
 Misuse of the vector API raises Gymnasium's own errors instead.
 """
-
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
 
 
 class ClusterEnvError(RuntimeError):
@@ -30,7 +25,7 @@ class DeadlineError(ClusterEnvError):
 
 
 class ProtocolError(ClusterEnvError):
-    """A message does not have the form that :mod:`clusterenv_runtime.wire.protocol` describes."""
+    """A message does not have the form that :mod:`clusterenv_runtime.messages` describes."""
 
 
 class Interrupted(ClusterEnvError):
@@ -66,7 +61,7 @@ class EnvError(ClusterEnvError):
 
 
 class EnvRaised(Exception):
-    """On a worker: its environment ``env`` raised this exception's cause, or is to blame for it."""
+    """On a worker: the environment of this row raised this exception's cause, or is to blame."""
 
     def __init__(self, env: int) -> None:
         super().__init__(env)
@@ -87,29 +82,3 @@ def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
 def one_line(error: BaseException) -> str:
     """Return an error's class name and the first line of its message, escaped by `printable`."""
     return f"{type(error).__name__}: {printable(str(error).strip().partition(chr(10))[0])}"
-
-
-def print_line(text: str) -> None:
-    """Print a line, even if the output's encoding lacks some of its characters.
-
-    Raises:
-        OSError: the line cannot be written.
-    """
-    try:
-        print(text, flush=True)
-    except UnicodeEncodeError:
-        sys.stdout.buffer.write(os.fsencode(f"{text}\n"))
-        sys.stdout.buffer.flush()
-
-
-@contextlib.contextmanager
-def until_pipe_closes() -> Iterator[None]:
-    """Exit quietly if the reader of the output, for example `head`, closes the pipe."""
-    try:
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the rest
-        sys.exit()

@@ -8,7 +8,7 @@ key file is FILE.worker.
 import argparse
 import sys
 
-from .wire.security import HeadKeys, write_key_file
+from .security import HeadKeys, write_key_file
 
 
 def main() -> None:

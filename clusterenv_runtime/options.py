@@ -5,54 +5,35 @@ The options are keyword arguments of `ClusterEnv`, and flags of the scripts.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
-import re
 import shutil
 import socket
-import sys
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from .launchers import Launcher, is_ours, make_launcher
+from .launchers import Launcher, make_launcher
 from .policy.sync import SyncRule
-from .wire.security import HeadKeys, read_key_file
+from .security import HeadKeys, read_key_file
 
-
-@dataclass(frozen=True)
-class RunsCode:
-    """A mark on an option's type: the values for which ``holds`` returns True can run code.
-
-    Such a value starts a program, names a module to import, is passed to one, sends files away, or
-    decides who may send code. The training scripts never take such a value from a checkpoint alone:
-    the command line must repeat it.
-    """
-
-    holds: Callable[[Any], bool]
-
-
-LARGEST = sys.float_info.max
-# The types of options and flags. None of these ranges includes NaN.
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
-PositiveNumber = Annotated[float, Meta(gt=0)]
-NotNegativeNumber = Annotated[float, Meta(ge=0, le=LARGEST)]
-Number = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0)]  # no range includes NaN
 Nats = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, lt=2**16)]
-# slurm/train.sh checks names by the same rule.
-Name = Annotated[str, Meta(pattern=r"^[\w+=-][\w.+=-]*\Z")]
-LauncherName = Annotated[str, RunsCode(lambda value: not is_ours(value))]
-# Gymnasium imports the module before the colon.
-EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]
+# Former options, and what to do instead.
+REMOVED = {
+    "min_workers": "all workers start together; resume the run with fewer workers where they lack",
+    "interface": "give the interface's name as bind_address",
+    "security": "tcp is always encrypted, and admits only the run's workers",
+    "allow_insecure": "tcp is always encrypted, and admits only the run's workers",
+}
 
 
 @dataclass
@@ -62,11 +43,11 @@ class ClusterOptions:
     num_workers: Positive = 2
     """the number of environment worker processes, each with a contiguous share of the environments
     """
-    launcher: LauncherName = "local"
+    launcher: str = "local"
     """where workers run: `local` (on this machine), `external` (started by you), or the name of
     another installed launcher
     """
-    worker_prefix: Annotated[str, RunsCode(bool)] = ""
+    worker_prefix: str = ""
     """a command that goes before each worker's Python, for example `nice -n 19` or, on other
     machines, `apptainer exec image.sif`
     """
@@ -74,9 +55,10 @@ class ClusterOptions:
     """how workers on this machine start: `fork` forks them from one process where it can (on Linux,
     without a `worker_prefix`), `spawn` starts each as a new process
     """
-    worker_preload: Annotated[str, RunsCode(bool)] = ""
+    worker_preload: str = ""
     """modules to import once, before workers are forked, separated by spaces: modules that
-    environments need and that are slow to import, for example `mujoco`
+    environments need and that are slow to import, for example `mujoco`. All workers share what
+    such a module makes when it is imported: open files and variables, but no threads
     """
     worker_resources: str = ""
     """each worker's resources, if the launcher supports them: `CPU=4` or, with some launchers,
@@ -107,8 +89,6 @@ class ClusterOptions:
     max_worker_restarts: NotNegative = 3
     """the run ends when this many replacements of one worker in a row have died before they stepped
     """
-    min_workers: Positive | None = None
-    """how many workers must be up for the run to begin, by default all; the others join later"""
     worker_timeout: Seconds = 30.0
     """a worker counts as dead when its process or link has been silent for this many seconds, or
     up to a quarter less, and so does the head for its workers; a slow step is not silence
@@ -120,22 +100,12 @@ class ClusterOptions:
     environments, before it is killed
     """
     bind_address: str | None = None
-    """the IP address to listen on over tcp; by default a socket file, or an address that the
-    launcher's machines can reach
+    """the IP address, or the network interface, to listen on over tcp; by default a socket file, or
+    an address that the launcher's machines can reach
     """
-    interface: str | None = None
-    """the network interface on whose address to listen, in place of `bind_address`"""
     port: Port = 0
     """the tcp port to listen on; 0 for a random free one"""
-    security: Literal["curve", "none"] = "curve"
-    """over tcp: `curve` encrypts and admits only workers that have this run's keys, `none` does
-    neither
-    """
-    allow_insecure: Annotated[bool, RunsCode(bool)] = False
-    """permit the security `none`, with which anyone who can reach the port can execute code as
-    you
-    """
-    key_file: Annotated[str | None, RunsCode(bool)] = None
+    key_file: str | None = None
     """over tcp: the key file, made by `python -m clusterenv_runtime.keys FILE`; by default each run
     makes its own keys
     """
@@ -150,32 +120,15 @@ class ClusterOptions:
         """The value of `max_worker_restarts`, or 0 if lost workers are not replaced."""
         return self.max_worker_restarts if self.on_worker_loss == "restart" else 0
 
-    @property
-    def resources(self) -> dict[str, float]:
-        """Each worker's resources, by name.
-
-        Raises:
-            ValueError: `worker_resources` is malformed.
-        """
-        resources: dict[str, float] = {}
-        for word in self.worker_resources.split():
-            pair = re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)", word)
-            if pair is None or pair[1] in resources:
-                raise ValueError(
-                    "worker_resources must be of the form NAME=NUMBER, as in CPU=2, "
-                    f"each name once, got {self.worker_resources!r}"
-                )
-            resources[pair[1]] = float(pair[2])
-        return resources
-
     def make_launcher(self, log_dir: str | os.PathLike[str] | None) -> Launcher:
         """Return the launcher. Its workers log to files in ``log_dir``, unless that is None.
 
         Raises:
-            ValueError: no launcher has this name, or `worker_prefix` is not a command line.
+            ValueError: no launcher has this name, `worker_prefix` is not a command line, or the
+                launcher does not know these `worker_resources`.
             StartupError: the launcher cannot start workers here; the error message says what to do.
         """
-        return make_launcher(self.launcher, log_dir, self.worker_prefix)
+        return make_launcher(self.launcher, log_dir, self.worker_prefix, self.worker_resources)
 
     def keys(self) -> HeadKeys | None:
         """Return the keys that were made in advance, or None if there is no `key_file`.
@@ -209,76 +162,71 @@ class ClusterOptions:
             StartupError: the launcher cannot start workers here, or the key file is not valid.
         """
         check_ranges(self)
-        launcher.check_resources(self.resources, self.num_workers)
-        _require(
-            self.min_workers is None or self.min_workers <= self.num_workers,
-            f"min_workers must be from 1 to num_workers, {self.num_workers}, got "
-            f"{self.min_workers}",
-        )
-        _require(
-            self.sync_mode != "interval" or self.sync_interval is not None,
-            "sync_mode 'interval' needs sync_interval, the number of policy versions between pulls",
-        )
-        _require(
-            self.sync_mode == "interval" or self.sync_interval is None,
-            f"sync_interval is for sync_mode 'interval', but sync_mode is {self.sync_mode!r}",
-        )
-        _require(
-            not self.worker_preload or self.worker_start == "fork" and launcher.can_fork,
-            "worker_preload is for forked workers: those of the launcher local, on Linux, "
-            "without a worker_prefix",
-        )
+        launcher.check(self.num_workers)
         program = "".join(launcher.prefix[:1])
-        _require(
-            not program or launcher.remote or shutil.which(program),
-            f"worker_prefix begins with {program}, and there is no such program here",
-        )
-        return self._check_network(launcher)
-
-    def _check_network(self, launcher: Launcher) -> str | None:
-        interfaces = [name for _, name in socket.if_nameindex()]
-        address = self.bind_address or self.interface or launcher.address(self.num_workers)
-        encrypted = self.security == "curve"
-        either = "bind_address or interface"
-        _require(not (self.bind_address and self.interface), f"give either {either}, not both")
-        _require(
-            self.interface in (None, *interfaces),
-            f"interface must be one of {', '.join(interfaces)}, got {self.interface}",
-        )
+        address = self.bind_address or launcher.address(self.num_workers)
+        rules = {
+            "sync_mode 'interval' needs sync_interval, the number of policy versions between "
+            "pulls": self.sync_mode != "interval" or self.sync_interval,
+            f"sync_interval is for sync_mode 'interval', but sync_mode is "
+            f"{self.sync_mode!r}": self.sync_mode == "interval" or not self.sync_interval,
+            "worker_preload is for forked workers: those of the launcher local, on Linux, without "
+            "a worker_prefix": not self.worker_preload
+            or (self.worker_start == "fork" and launcher.can_fork),
+            f"worker_prefix begins with {program}, and there is no such program here": not program
+            or launcher.remote
+            or shutil.which(program),
+            f"launcher {launcher.name} needs bind_address: an address that its workers can connect "
+            "to": address or not launcher.remote,
+            "port needs bind_address": address or self.port == 0,
+            "key_file is for tcp: it needs bind_address": address or self.key_file is None,
+        }
+        for text, is_right in rules.items():
+            if not is_right:
+                raise ValueError(text)
         if self.bind_address:
             _check_address(self.bind_address)
-        _require(
-            address or not launcher.remote,
-            f"launcher {launcher.name} needs {either}: an address that its workers can connect to",
-        )
-        _require(address or self.port == 0, f"port needs {either}")
-        _require(
-            self.key_file is None or address and encrypted,
-            "key_file is for tcp with security curve",
-        )
-        _require(
-            not address or encrypted or self.allow_insecure,
-            f"security none on {address} would let whoever can reach the port, on this machine or "
-            "another, execute code as you: use curve, or set allow_insecure where nobody else can",
-        )
         self.keys()
         return address
 
 
-def _require(fine: Any, text: str) -> None:
-    if not fine:
-        raise ValueError(text)
+class Options(TypedDict, total=False):
+    """The keyword arguments of `ClusterEnv` that are fields of `ClusterOptions`."""
+
+    launcher: str | Launcher
+    worker_prefix: str
+    worker_start: Literal["fork", "spawn"]
+    worker_preload: str
+    worker_resources: str
+    sync_mode: Literal["kl", "interval", "always", "never"]
+    kl_threshold: float
+    sync_interval: int | None
+    max_policy_lag: int | None
+    weights: Literal["difference", "float32"]
+    on_worker_loss: Literal["restart", "raise"]
+    max_worker_restarts: int
+    worker_timeout: float
+    startup_timeout: float
+    close_timeout: float
+    bind_address: str | None
+    port: int
+    key_file: str | None
 
 
 def _check_address(text: str) -> None:
-    """Raise ValueError unless the text is one IP address. To ZeroMQ, "0" would mean all of them."""
+    """Raise ValueError unless the text is one IP address, or a network interface's name."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if text in interfaces:
+        return
     try:
-        address = ipaddress.ip_address(text)
+        address = ipaddress.ip_address(text)  # to ZeroMQ, "0" would mean all addresses
     except ValueError:
-        hint = "give the name of an interface as interface"
-        raise ValueError(f"bind_address must be an IP address ({hint}), got {text}") from None
-    is_all = (getattr(address, "ipv4_mapped", None) or address).is_unspecified
-    _require(not is_all, f"bind_address must be one address, not all of them ({text})")
+        raise ValueError(
+            f"bind_address must be an IP address or one of the interfaces "
+            f"{', '.join(interfaces)}, got {text}"
+        ) from None
+    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
+        raise ValueError(f"bind_address must be one address, not all of them ({text})")
 
 
 def check_ranges(options: Any) -> None:
@@ -291,19 +239,7 @@ def check_ranges(options: Any) -> None:
             text = str(error)
             if typing.get_origin(hint) is Literal:
                 text += f", one of {typing.get_args(hint)}"
-            elif Name in (hint, *typing.get_args(hint)) and "regex" in text:
-                text = "it must be of letters, digits and _.+=-, with no dot at the beginning"
             raise ValueError(f"{name} is {value!r}: {text}") from None
-
-
-def that_run_code(options: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass whose values can run code, by name; see `RunsCode`."""
-    return {
-        name: getattr(options, name)
-        for name, hint in typing.get_type_hints(type(options), include_extras=True).items()
-        for mark in getattr(hint, "__metadata__", ())
-        if isinstance(mark, RunsCode) and mark.holds(getattr(options, name))
-    }
 
 
 def parse_options(
@@ -318,19 +254,25 @@ def parse_options(
         ValueError: an option is out of range, or does not fit the others.
         StartupError: the launcher cannot start workers here, or the key file is not valid.
     """
+    known = {field.name for field in fields(ClusterOptions)}
+    for name in options.keys() - known:
+        if name in REMOVED:
+            raise TypeError(f"ClusterEnv has no option {name!r} any more: {REMOVED[name]}")
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"ClusterEnv has no option {name!r}{hint}")
     parsed = ClusterOptions(**options)
     launcher: Any = parsed.launcher
-    if isinstance(launcher, Launcher):
-        kind = type(launcher).__name__
-        _require(
-            log_dir is None and not parsed.worker_prefix,
-            f"log_dir and worker_prefix belong to the launcher: {kind}(log_dir, prefix)",
-        )
-        _require(
-            not launcher.num_workers,
-            f"a {kind} starts the workers of one ClusterEnv: make another",
-        )
-        parsed.launcher = launcher.name
-    else:
+    if not isinstance(launcher, Launcher):
         launcher = parsed.make_launcher(log_dir)
+        return parsed, launcher, parsed.check(launcher)
+    kind = type(launcher).__name__
+    if log_dir is not None or parsed.worker_prefix or parsed.worker_resources:
+        raise ValueError(
+            "log_dir, worker_prefix and worker_resources belong to the launcher: "
+            f"{kind}(log_dir, prefix, resources)"
+        )
+    if launcher.num_workers:
+        raise ValueError(f"a {kind} starts the workers of one ClusterEnv: make another")
+    parsed.launcher = launcher.name
     return parsed, launcher, parsed.check(launcher)

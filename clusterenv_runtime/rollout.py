@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import Space
+from gymnasium.vector.utils import create_empty_array
 
-from .arrays.frames import join
-from .arrays.trees import map_tree
-from .wire.part import AXES, ENDS, EPISODES, RolloutPart
+from .arrays import Frames, join, leaves, map_space, map_tree
 
 
 class Evaluation(NamedTuple):
@@ -57,7 +57,8 @@ class Rollout:
             the initial one where ``starts`` is True; None if the policy has no state.
         extras: ``{name: (num_steps, num_envs, ...)}``, the values that `Policy.extras` returns.
         infos: ``{name: (num_steps, num_envs, ...)}``, the values of each of ``info_keys``, zero
-            where a step had none. The key ``"_name"`` has a bool array, True where a step had one.
+            where a step had none. Numbers and bools are float64, arrays keep their dtype. The key
+            ``"_name"`` has a bool array, True where a step had one.
         rewards: ``(num_steps, num_envs)`` float64.
         terminations: ``(num_steps, num_envs)`` bool, whether the step terminated the episode.
         truncations: ``(num_steps, num_envs)`` bool, whether the episode was truncated after the
@@ -100,15 +101,18 @@ class Rollout:
     ) -> Rollout:
         """Join the workers' parts, which are in row order.
 
-        ``infos`` maps each of ``info_keys`` to zeros like the last value received. If ``parts``
-        have values of a key, zeros like these replace its entry.
+        ``infos`` maps each of ``info_keys`` to zeros like its values, float64 before the first one
+        has come, and is kept up to date here.
+
+        Raises:
+            ValueError: an info's values have different shapes.
         """
         sizes = [part.rewards.shape[1] for part in parts]
         return cls(
             rows=rows,
-            infos=_join_infos(parts, sizes, infos),
+            infos=_join_infos(parts, infos),
             policy_versions=np.repeat([part.version for part in parts], sizes),
-            **_join_fields(parts, {EPISODES: [part.episodes for part in parts]}),
+            **_join_fields(parts, [part.episodes for part in parts]),
         )
 
     @classmethod
@@ -118,102 +122,187 @@ class Rollout:
         Each chunk has columns of its own, even where several chunks of one worker follow each
         other. ``rows`` has each column's environment. Episodes are ordered chunk by chunk.
         """
+        infos = {key: [chunk.infos[key] for chunk in chunks] for key in chunks[0].infos}
         return cls(
             rows=np.concatenate([chunk.rows for chunk in chunks]),
-            infos={
-                key: _concatenate([each.infos[key] for each in chunks]) for key in chunks[0].infos
-            },
+            infos={key: _side_by_side(values) for key, values in infos.items()},
             policy_versions=np.concatenate([chunk.policy_versions for chunk in chunks]),
-            **_join_fields(chunks, {}),
+            **_join_fields(chunks, None),
         )
 
 
-# The fields that a rollout takes from its parts, and the axis along which each is joined.
-_JOINED = {
-    name: axes.index("envs") if "envs" in axes else 0
-    for name, axes in AXES.items()
-    if name in Rollout.__dataclass_fields__
+@dataclass
+class RolloutPart:
+    """One worker's part of a rollout. Most fields are those of `Rollout`, for the worker's rows."""
+
+    version: int  # the version of the policy that acted
+    starts: np.ndarray
+    observations: Any
+    actions: Any
+    logprobs: np.ndarray
+    states: Any
+    extras: dict[str, Any]
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+    final_observations: Any
+    next_observations: Any
+    episodes: np.ndarray  # (num_episodes,) int64, the step * num_envs + row that ended each
+    episodic_returns: np.ndarray
+    episodic_lengths: np.ndarray
+    params: Any  # (states, ...), the distribution parameters at `sync.measured_states`
+    infos: dict[str, np.ndarray]  # without the keys that had no value
+    waited: float = 0.0  # seconds that the worker has waited since its last part
+
+    def check(self, space: Space[Any], num_steps: int, num_envs: int) -> None:
+        """Check that the part has the form that a request of the head asks for.
+
+        Raises:
+            ValueError, AttributeError, LookupError, TypeError: it does not.
+        """
+        steps = num_steps, num_envs
+        count = len(self.episodes)
+        for names, dtype, shape in (
+            ("rewards", np.float64, steps),
+            ("terminations truncations", np.bool_, steps),
+            ("starts", np.bool_, (num_envs,)),
+            ("episodes episodic_lengths", np.int64, (count,)),
+            ("episodic_returns", np.float64, (count,)),
+        ):
+            for name in names.split():
+                _check(name, getattr(self, name), np.dtype(dtype), shape)
+        policys = {"logprobs": self.logprobs, "actions": self.actions, "extras": self.extras}
+        for name, tree in {**policys, **self.infos}.items():
+            for leaf in leaves(tree):
+                _check(name, leaf, leaf.dtype, steps, 2)
+        ends = int(np.count_nonzero(self.terminations | self.truncations))
+        one = create_empty_array(space, 1)
+        axes: dict[str, tuple[int, ...]] = {
+            "observations": steps,
+            "final_observations": (ends,),
+            "next_observations": (num_envs,),
+        }
+        for name, leading in axes.items():
+            check = partial(_check_like, name, leading)
+            map_space(check, space, getattr(self, name), one)
+
+
+def _check_like(name: str, shape: tuple[int, ...], array: Any, one: np.ndarray) -> None:
+    _check(name, array, one.dtype, shape + one.shape[1:])
+
+
+def _check(
+    name: str, array: Any, dtype: np.dtype, shape: tuple[int, ...], axes: int | None = None
+) -> None:
+    parts = (array.frames, array.index) if isinstance(array, Frames) else (array,)
+    if not all(isinstance(part, np.ndarray) for part in parts):
+        raise TypeError(f"{name} must be arrays, got a {type(array)}")
+    if array.dtype != dtype or array.shape[:axes] != shape:
+        raise ValueError(f"{name} must be {dtype} {shape}, got {array.dtype} {array.shape}")
+    if isinstance(array, Frames) and array.index.size:
+        first, last = array.index.min(), array.index.max()
+        if array.index.dtype.kind != "i" or first < 0 or last >= len(array.frames):
+            raise ValueError(f"{name} have indices of frames that do not exist")
+
+
+# The fields of parts and chunks that are joined, and the axis of the environments in each; None if
+# the field has one item for each episode that ended, or for each that counts.
+_AXES = {
+    "starts": 0,
+    "observations": 1,
+    "actions": 1,
+    "logprobs": 1,
+    "states": 0,
+    "extras": 1,
+    "rewards": 1,
+    "terminations": 1,
+    "truncations": 1,
+    "final_observations": None,
+    "next_observations": 0,
+    "episodic_returns": None,
+    "episodic_lengths": None,
 }
 
 
 def _join_fields(
-    parts: Sequence[RolloutPart | Rollout], counted: dict[tuple[str, ...], list[np.ndarray]]
+    parts: Sequence[RolloutPart | Rollout], episodes: list[np.ndarray] | None
 ) -> dict[str, Any]:
-    """Return the fields of `_JOINED`, joined, with the items of ended episodes ordered by step.
+    """Return the fields of `_AXES`. Items of episodes are ordered by step, then environment.
 
-    ``counted`` maps further axes to the steps of the items along them: for each part, the numbers
-    step * num_envs + environment.
+    ``episodes`` is None if the items of those that count stay ordered part by part.
     """
     fields = {}
-    for name, axis in _JOINED.items():
+    for name, axis in _AXES.items():
         trees = [getattr(part, name) for part in parts]
-        is_kept = name == "next_observations"  # the head keeps the parts' arrays
-        fields[name] = _joined(trees, axis, is_kept)
+        copy = name == "next_observations"  # the head keeps the parts' arrays
+        fields[name] = _join_trees(trees, axis or 0, copy)
     if len(parts) > 1:
         sizes = [part.rewards.shape[1] for part in parts]
-        ended = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
-        # not every end counts as the end of an episode
-        orders = {axes: _in_order(own, sizes) for axes, own in {ENDS: ended, **counted}.items()}
-        for name in _JOINED:
-            if AXES[name] in orders:
-                fields[name] = map_tree(itemgetter(orders[AXES[name]]), fields[name])
+        ends = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
+        order = _order(ends, sizes)
+        finals = fields["final_observations"]
+        fields["final_observations"] = map_tree(lambda leaf: leaf[order], finals)
+        if episodes is not None:
+            order = _order(episodes, sizes)
+            for name in "episodic_returns", "episodic_lengths":
+                fields[name] = fields[name][order]
     return fields
 
 
-def _concatenate(infos: list[np.ndarray]) -> np.ndarray:
-    """Join one info of several chunks side by side.
-
-    Chunks from before the info's first value lack its shape, so zeros of that shape replace them.
-    """
-    most = max((values.shape for values in infos), key=len)
-    alike = [
-        values if values.ndim == len(most) else np.zeros((*values.shape, *most[2:]), bool)
-        for values in infos
-    ]
-    return np.concatenate(alike, 1)
-
-
-def _joined(trees: list[Any], axis: int, copy: bool) -> Any:
-    """Join trees of arrays along an axis, see `join`. Return None if the trees are None."""
-    if isinstance(trees[0], np.ndarray):  # the usual case
-        return join(trees, axis, copy)
+def _join_trees(trees: list[Any], axis: int, copy: bool) -> Any:
     if trees[0] is None:
         return None
     return map_tree(lambda *leaves: join(leaves, axis, copy), *trees)
 
 
-def _join_infos(
-    parts: list[RolloutPart], sizes: list[int], known: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return the parts' infos as arrays and masks: zero and False where a step had none."""
-    joined = {}
-    shape = len(parts[0].rewards), sum(sizes)
+def _side_by_side(infos: list[np.ndarray]) -> np.ndarray:
+    """Join one info of several chunks.
+
+    Chunks from before the info's first value lack its shape, so zeros of that shape replace them.
+    """
+    like = max(infos, key=np.ndim)
+    return np.concatenate(
+        [
+            values if values.ndim == like.ndim else np.zeros(values.shape + like.shape[2:], bool)
+            for values in infos
+        ],
+        1,
+    )
+
+
+def _join_infos(parts: list[RolloutPart], known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    infos = {}
     for key in known:
-        came = [part.infos[key][1] for part in parts if key in part.infos]
-        if came:
-            shapes = {values.shape[1:] for values in came}
-            if len(shapes) > 1:
-                text = ", ".join(map(str, sorted(shapes)))
-                raise ValueError(f"info {key!r} must have the same shape on all workers: {text}")
-            known[key] = np.zeros(shapes.pop(), np.result_type(*came))
-        values = np.zeros((*shape, *known[key].shape), known[key].dtype)
-        has_some = np.zeros(shape, bool)
-        first_rows = np.cumsum([0, *sizes[:-1]])
-        for part, first, size in zip(parts, first_rows, sizes, strict=True):
-            if key in part.infos:
-                numbers, found = part.infos[key]
-                steps, rows = np.divmod(numbers, size)
-                values[steps, first + rows] = found
-                has_some[steps, first + rows] = True
-        joined[key] = values
-        joined[f"_{key}"] = has_some
-    return joined
+        found = [part.infos[key] for part in parts if key in part.infos]
+        shapes = {values.shape[2:] for values in found}
+        if known[key].ndim:  # a value has come before
+            shapes.add(known[key].shape)
+        if len(shapes) > 1:
+            raise ValueError(
+                f"info {key!r} must have the same shape in all environments, got "
+                f"{' and '.join(map(str, sorted(shapes)))}"
+            )
+        if found:
+            before = [known[key]] if known[key].ndim else []
+            known[key] = np.zeros(shapes.pop(), np.result_type(*found, *before))
+        zeros = known[key]
+        infos[key] = np.concatenate(
+            [
+                part.infos.get(key, np.zeros(part.rewards.shape + zeros.shape, bool))
+                for part in parts
+            ],
+            1,
+            dtype=zeros.dtype,
+        )
+        masks = [part.infos.get(f"_{key}", np.zeros(part.rewards.shape, bool)) for part in parts]
+        infos[f"_{key}"] = np.concatenate(masks, 1)
+    return infos
 
 
-def _in_order(numbers: list[np.ndarray], sizes: list[int]) -> np.ndarray:
-    """Return the indices that order the items of all workers by step, then environment.
+def _order(numbers: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+    """Return the indices that order the items of all parts by step, then environment.
 
-    Each worker numbers its items step * num_envs + environment.
+    Each part numbers its items step * num_envs + environment.
     """
     first_rows = np.cumsum([0, *sizes[:-1]])
     keys = []

@@ -16,15 +16,6 @@ import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
 from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegative,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     Counters,
     CudaGraph,
@@ -43,6 +34,15 @@ from clusterenv_runtime.script import (
     seeded_device,
 )
 from clusterenv_runtime.script.frame_replay import ReplayBuffer
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegative,
+    Positive,
+    PositiveNumber,
+)
 
 FRAME_STACK = 4
 

@@ -17,16 +17,6 @@ from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegativeNumber,
-    Number,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     CudaGraph,
     Run,
@@ -40,6 +30,16 @@ from clusterenv_runtime.script import (
     parse,
     record_video,
     seeded_device,
+)
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
 )
 
 FRAME_STACK = 4

@@ -16,16 +16,6 @@ import torch.optim as optim
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, GaussianPolicy, Rollout
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegativeNumber,
-    Number,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     CudaGraph,
     Run,
@@ -43,6 +33,16 @@ from clusterenv_runtime.script import (
     stream,
 )
 from clusterenv_runtime.script.normalize import Moments, Normalize, NormalizeReward
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+)
 
 
 @dataclass

@@ -16,16 +16,6 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegativeNumber,
-    Number,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     CudaGraph,
     Run,
@@ -39,6 +29,16 @@ from clusterenv_runtime.script import (
     parse,
     record_video,
     seeded_device,
+)
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
 )
 
 

@@ -16,16 +16,6 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegativeNumber,
-    Number,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     ScriptArgs,
     by_backend,
@@ -40,6 +30,16 @@ from clusterenv_runtime.script import (
     seeded_device,
 )
 from clusterenv_runtime.script.learners import LearnersRun
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegativeNumber,
+    Number,
+    Positive,
+    PositiveNumber,
+)
 
 
 @dataclass

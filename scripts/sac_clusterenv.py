@@ -19,15 +19,6 @@ from msgspec import Meta
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, SquashedGaussianPolicy
-from clusterenv_runtime.options import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegative,
-    Positive,
-    PositiveNumber,
-)
 from clusterenv_runtime.script import (
     Counters,
     CudaGraph,
@@ -44,6 +35,15 @@ from clusterenv_runtime.script import (
     record_video,
     replay_device,
     seeded_device,
+)
+from clusterenv_runtime.script.types import (
+    EnvId,
+    Fraction,
+    Name,
+    Nats,
+    NotNegative,
+    Positive,
+    PositiveNumber,
 )
 
 

@@ -179,7 +179,7 @@ def train(
             [*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output
         )
     start = heal_at = next_at = time.monotonic()
-    cut, kind, workers = None, next(kinds), {}
+    cut, kind, workers = None, next(kinds), set()
     try:
         while process.poll() is None and time.monotonic() < start + timeout:
             time.sleep(0.05)
@@ -222,13 +222,14 @@ def train(
 def hit(head, workers, index, kind):
     """Kill or stop a worker of this head, or kill its fork server. Return whether there was one.
 
-    ``workers`` are the pids of the workers seen so far, by index, because some workers outlive
-    their fork server.
+    ``workers`` are the pids of the workers seen so far, because some outlive their fork server.
     """
     number = signal.SIGSTOP if kind == "stop" else signal.SIGKILL
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process is ending
-        workers |= workers_of(head)
-        pid = fork_server_of(head) if kind == "fork" else workers.get(index)
+        workers |= set(workers_of(head).values())
+        chosen = sorted(workers)[index % len(workers)] if workers else None
+        pid = fork_server_of(head) if kind == "fork" else chosen
+        workers.discard(pid)
         if pid is not None:
             os.kill(pid, number)
             return True

@@ -1,6 +1,5 @@
 """A time limit for every test, and a check that no test module leaves workers behind."""
 
-import contextlib
 import logging
 import os
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from clusterenv_runtime.launchers import forking
+from clusterenv_runtime.launchers import local
 
 # The time limit of one test with its fixtures. It ends a test that hangs, and is at least ten times
 # what the longest test takes on an idle machine.
@@ -20,7 +19,9 @@ settings.load_profile("patient")
 
 # A worker that needs a class from a test module imports that module, and with it these modules.
 # That takes longer than most tests, so the fork server imports them.
-forking.ACTING += "pytest", "scipy.stats", "tests.scripts"
+local.ACTING += "pytest", "scipy.stats", "tests.scripts"
+
+FORKS = "clusterenv_runtime.launchers.fork_server"  # in the command of the process that forks
 
 # A shell's background jobs ignore SIGINT, and so do the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,9 +48,9 @@ def pytest_collection_modifyitems(items):
 
 
 def worker_commands():
-    """Return the command lines of this process's live workers, by pid.
+    """Return the command lines of this process's live workers, by pid, in the order of the pids.
 
-    A forked worker has no command line of its own. It gets the one of a worker that is not forked.
+    A forked worker has no command line of its own. It gets that of the process that forked it.
     """
     parents, commands = {}, {}
     for directory in Path("/proc").glob("[0-9]*"):
@@ -62,20 +63,11 @@ def worker_commands():
             continue  # the process has ended, but its parent has not waited for it yet
         parents[int(directory.name)] = int(parent)
         commands[int(directory.name)] = command
-    servers = {
-        pid
-        for pid, command in commands.items()
-        if parents[pid] == os.getpid() and "clusterenv_runtime.worker.fork_server" in command
-    }
-    workers = {}
-    for pid, parent in parents.items():
-        if parent == os.getpid() and "clusterenv_runtime.worker" in commands[pid]:
-            workers[pid] = commands[pid]
-        elif parent in servers:
-            with contextlib.suppress(FileNotFoundError, ValueError):  # just forked, no name yet
-                _, index = Path(f"/proc/{pid}/comm").read_text().split()
-                workers[pid] = ["-m", "clusterenv_runtime.worker", "--index", index]
-    return workers
+    own = {pid for pid, parent in parents.items() if parent == os.getpid()}
+    servers = {pid for pid in own if any(FORKS in each for each in commands[pid])}
+    workers = {pid for pid in own - servers if "--index" in commands[pid]}
+    workers |= {pid for pid, parent in parents.items() if parent in servers}
+    return {pid: commands[pid] for pid in sorted(workers)}
 
 
 @pytest.fixture
@@ -122,7 +114,7 @@ def own_handlers():
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
-    starts = logging.getLogger("clusterenv_runtime.head.start")
+    starts = logging.getLogger("clusterenv_runtime.env")
     starts.setLevel(logging.NOTSET)
     starts.handlers = []
 

@@ -20,8 +20,7 @@ import threading
 import types
 from pathlib import Path
 
-from clusterenv_runtime.launchers.forking import has_ended
-from clusterenv_runtime.launchers.start import PATH
+from clusterenv_runtime.launchers import fork_server
 
 PRELOADED = [
     "gymnasium",
@@ -58,7 +57,7 @@ class ForkServer:
     """A process that waits, and becomes the script's fork server, so that no new Python starts.
 
     It is forked before the script has threads or sockets. This class has the part of the interface
-    of `subprocess.Popen` that `launchers.forking` uses.
+    of `subprocess.Popen` that `launchers.fork_server` uses.
     """
 
     def __init__(self):
@@ -71,32 +70,33 @@ class ForkServer:
             finally:
                 os._exit(1)
         theirs.close()
-        self._process = os.pidfd_open(self.pid)
 
     def _be_one(self, link):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        data, files, _, _ = socket.recv_fds(link, 2**20, 2)
+        data, files, _, _ = socket.recv_fds(link, 2**20, 1)
         if not data:
             os._exit(0)  # the script has not forked any workers
         link.close()
         os.setpgid(0, 0)
+        os.dup2(*files, 0)
+        os.close(*files)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        code, variables = json.loads(data)
         os.environ.clear()
-        os.environ.update(json.loads(data))
-        sys.path[:] = json.loads(os.environ.pop(PATH))
-        sys.modules["torch"].set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        sys.argv = ["", *map(str, files)]
-        runpy.run_module("clusterenv_runtime.worker.fork_server", run_name="__main__")
-        os._exit(0)
+        os.environ.update(variables)
+        sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"]))
+        sys.argv = ["-c"]
+        exec(code, {"__name__": "__main__"})
+        threading._shutdown()
+        atexit._run_exitfuncs()
 
-    def start(self, command, env, pass_fds, **_):
-        socket.send_fds(self._link, [json.dumps(dict(env)).encode()], pass_fds)
+    def start(self, command, env, stdin, **_):
+        data = json.dumps([command[-1], dict(env)]).encode()
+        socket.send_fds(self._link, [data], [stdin])
         self._link.close()
         return self
 
-    def wait(self, timeout=None):
-        if timeout is not None and not has_ended(self._process, timeout):
-            raise subprocess.TimeoutExpired("fork server", timeout)
+    def wait(self):
         os.waitpid(self.pid, 0)
 
     def kill(self):
@@ -105,15 +105,13 @@ class ForkServer:
 
 def _prepare_fork_server():
     """Let the script's first fork server be a process that exists already."""
-    from clusterenv_runtime.launchers import forking
-
     servers = [ForkServer()]
 
     def start(*args, **kwargs):
         start = servers.pop().start if servers else subprocess.Popen
         return start(*args, **kwargs)
 
-    forking.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    fork_server.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
 
 
 def _main(script, directory, flags, variables, stdout, stderr):

@@ -1,10 +1,15 @@
 """Networks for tests of policies, one for each kind of observation."""
 
+import pickle
+
 import numpy as np
 import torch
 from torch import nn
 
+from clusterenv_runtime.messages import Collect
+from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.divergence import Sample, divergence, params_along
+from clusterenv_runtime.policy.tensors import flat_weights, numbers_of, pickled
 from clusterenv_runtime.policy.versions import PolicyStore
 
 
@@ -78,3 +83,24 @@ def store_in(copies, space, action_space, rounds=True, **options):
     store = PolicyStore(copies, rounds=rounds, **options)
     store.act_in(space, action_space)
     return store
+
+
+def copy_on_worker(policy):
+    """Return an actor whose policy has travelled as to a worker."""
+    actor = Actor()
+    actor.load(pickle.loads(pickled(policy)), [part.numpy() for part in flat_weights(policy)])
+    return actor
+
+
+def acted_by(policy, observations, num_steps=3):
+    """Return what a worker's actor makes of a rollout in which every step has these observations.
+
+    ``observations`` are an array ``(num_envs, ...)``, and each environment begins an episode.
+    """
+    actor, starts = copy_on_worker(policy), np.ones(len(observations), bool)
+    request = Collect(num_steps, 0, 0, 0.0, numbers_of(policy), states=num_steps)
+    actor.prepare(request, range(len(observations)))
+    actor.start(starts)
+    for step in range(num_steps):
+        actor.act(observations, starts & (step == 0))
+    return actor.finish(np.stack([observations] * num_steps))

@@ -1,41 +1,54 @@
 """Simulated workers for tests of the head, without processes, sockets or a wall clock."""
 
 import itertools
+from dataclasses import replace
 
-import msgspec
 from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
-from clusterenv_runtime.envs.blueprint import EnvLayout
-from clusterenv_runtime.envs.likeness import Likeness
-from clusterenv_runtime.head.messenger import Messenger
-from clusterenv_runtime.head.pool import WorkerPool
-from clusterenv_runtime.head.recovery import Recovery
-from clusterenv_runtime.head.supervisor import Supervisor
-from clusterenv_runtime.head.transport import Received
-from clusterenv_runtime.head.worker import Worker
-from clusterenv_runtime.options import ClusterOptions
-from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.policy.versions import PolicyStore
-from clusterenv_runtime.wire.protocol import (
+from clusterenv_runtime.head.pool import Pool
+from clusterenv_runtime.head.workers import Supervisor, Worker
+from clusterenv_runtime.messages import (
+    PING,
     PROTOCOL_VERSION,
     Call,
     Close,
-    CutOff,
+    Error,
     Hello,
-    Part,
+    Ping,
     Reply,
+    Reset,
     Setup,
     Step,
-    decode_from_head,
-    encode,
+    hello_frames,
     shared_versions,
+    worker_frames,
 )
+from clusterenv_runtime.options import ClusterOptions
+from clusterenv_runtime.pickling import from_frames, pack_exception
+from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.policy.versions import PolicyStore
+from clusterenv_runtime.setup import Process as Preparation
+
+from . import test_parts
 
 SPACE, ACTIONS = spaces.Box(-1, 1, (1,)), spaces.Discrete(2)
+BUILT = {"observation_space": SPACE, "action_space": ACTIONS}
 STARTUP_S, SILENCE_S = 60.0, 30.0
-CALL = Call("name")
+CALL, STEP = Call("name", b""), Step(None)
 SIGKILL = Exit("killed by SIGKILL", by_signal=True)
+
+
+def an_error(text="on purpose", env=0, **how):
+    """Return a worker's message about a ValueError."""
+    exception = pack_exception(ValueError(text), ())
+    fields = {"traceback": "Traceback", "fatal": False, "exception": exception, **how}
+    return Error(env, "builtins.ValueError", text, **fields)
+
+
+def a_part(**fields):
+    """Return the part of one step in one environment."""
+    return replace(test_parts.a_part(SPACE, num_steps=1, num_envs=1), **fields)
 
 
 class Network:
@@ -43,45 +56,43 @@ class Network:
     respond.
     """
 
-    address, key_file, directory, dropped = "ipc://nowhere", None, "nowhere", 0
+    address, key_file, directory, dropped = "ipc://nowhere", None, "/", 0
 
     def __init__(self):
-        self.now, self.inbox, self.processes, self.closed = 0.0, [], {}, False
-        self.sent, self.exchanges, self.texts, self.forgotten = [], 0, [], []
+        self.now, self.inbox, self.processes, self.is_closed = 0.0, [], {}, False
+        self.sent = []  # (identity, seq, message)
+        self.receives, self.texts, self.forgotten = 0, [], []
 
     def clock(self):
         return self.now
 
-    def exchange(self, outbox, seconds):
-        self.sent += outbox
-        self.exchanges += 1
-        closed = [
-            out.identity
-            for out in outbox
-            if not self.processes[out.identity].hear(out.seq, out.message)
-        ]
-        if seconds is None:
-            return [], closed
-        # Time passes for a busy head, too.
-        self.now += 1e-3 if self.inbox or closed else max(seconds, 1e-3)
+    def send(self, identity, frames):
+        seq, message = from_frames([bytearray(frame) for frame in frames])
+        self.sent.append((identity, seq, message))
+        return self.processes[identity].hear(seq, message)
+
+    def receive(self, seconds):
+        self.receives += 1
+        self.now += 1e-3 if self.inbox else max(seconds, 1e-3)  # time passes for a busy head, too
         received, self.inbox = self.inbox, []
-        return received, closed
+        return received
 
     def deliver(self, identity, seq, message):
-        self.inbox.append(Received(identity, [encode((seq, message))]))
+        frames = [bytearray(frame) for frame in worker_frames(seq, message, ())]
+        self.inbox.append((identity, frames))
+
+    def has_pulse(self, identity):
+        return self.send(identity, PING)
 
     def forget(self, identity):
         self.forgotten.append(identity)
 
-    def restore(self):
-        pass
-
-    def drop(self, identity, text):
+    def drop(self, text):
         self.dropped += 1
         self.texts.append(text)
 
     def close(self):
-        self.closed = True
+        self.is_closed = True
 
 
 class Process:
@@ -89,7 +100,7 @@ class Process:
     ``cut_off``.
 
     It responds with its index, or with any other ``answer`` that is set. If it ``leaves``, it ends
-    when it is told to close.
+    when it is asked to close.
     """
 
     numbers = itertools.count()
@@ -97,24 +108,28 @@ class Process:
     def __init__(self, network, index):
         self.network, self.index, self.identity = network, index, b"%d" % next(self.numbers)
         self.stopped, self.cut_off, self.leaves, self.exit = False, False, False, None
-        self.answer, self.heard = Reply(index), []
+        self.built, self.answer, self.heard = Reply(BUILT), Reply(index), []
         network.processes[self.identity] = self
 
     def greet(self, protocol=PROTOCOL_VERSION):
         hello = Hello(protocol, self.index, "host", 1000 + self.index, shared_versions())
-        self.network.deliver(self.identity, None, hello)
+        self.network.inbox.append((self.identity, hello_frames(hello)))
 
-    def hear(self, seq, request):
-        """Take a message as a worker decodes it. Return whether the link is open."""
+    def hear(self, seq, message):
+        """Take a message. Return whether the link is open."""
         if self.cut_off:
             return False
-        seq, request = decode_from_head(encode((seq, request)))
-        self.heard.append(request)
-        if not self.stopped and isinstance(request, Setup | Call | CutOff | Step):
-            self.network.deliver(self.identity, seq, self.answer)
-        if self.leaves and isinstance(request, Close):
+        if not isinstance(message, Ping):
+            self.heard.append(message)
+        if not self.stopped and isinstance(message, Setup | Call | Step | Reset):
+            answer = self.built if isinstance(message, Setup) else self.answer
+            self.network.deliver(self.identity, seq, answer)
+        if self.leaves and isinstance(message, Close):
             self.die(Exit("exit code 0"))
         return True
+
+    def heard_of(self, *kinds):
+        return [message for message in self.heard if isinstance(message, kinds)]
 
     def die(self, exit=SIGKILL):
         self.exit, self.cut_off = exit, True
@@ -146,67 +161,49 @@ class Processes(Launcher):
         return self.of[index].exit is not None
 
 
-def opens(asked, answer, *_):
-    """Take any response as one to the request."""
-    if isinstance(answer, Reply):
-        answer.value = msgspec.msgpack.decode(answer.value)
-    return answer
-
-
-def a_part(waited=0.0):
-    """Return the header of a part of a rollout, which `opens` accepts."""
-    return Part(1, {}, 0, 0, [], {}, waited)
-
-
-class AnyEnvs:
-    """A blueprint that accepts whatever a worker reports about its environments."""
-
-    layout = EnvLayout(SPACE, ACTIONS)
-
-    def learn(self, told, rows):
-        pass
-
-
 class Simulation:
-    """A pool of ``number`` workers with one environment each, on a `Network`.
+    """A pool of ``number`` workers with ``size`` environments each, on a `Network`."""
 
-    ``opener`` decodes their responses.
-    """
-
-    def __init__(self, number, max_restarts=3, launcher=Processes, start=True, opener=opens):
+    def __init__(self, number, max_restarts=3, launcher=Processes, start=True, size=1):
         self.network = Network()
         self.launcher = launcher(self.network)
         self.workers = [
-            Worker(index, slice(index, index + 1), b"setup", []) for index in range(number)
+            Worker(index, slice(size * index, size * (index + 1)), 0, b"setup", [])
+            for index in range(number)
         ]
         self.store = PolicyStore([worker.copy for worker in self.workers], rounds=True)
-        likeness = Likeness.of_this_process(self.launcher)
-        self.recovery = Recovery(SyncRule(), self.store, likeness)
         options = ClusterOptions(
             startup_timeout=STARTUP_S, worker_timeout=SILENCE_S, max_worker_restarts=max_restarts
         )
-        clock = self.network.clock
-        self.supervisor = Supervisor(self.workers, self.launcher, options, clock)
-        parts = self.network, self.supervisor, self.recovery, self.store
-        messenger = Messenger(*parts, AnyEnvs())
-        messenger._open = opener
-        self.pool = WorkerPool(messenger)
-        self.launcher.prepare(number, [], "nowhere")
+        self.supervisor = Supervisor(self.workers, self.launcher, options, self.network.clock)
+        preparation = Preparation(self.launcher)
+        self.pool = Pool(self.supervisor, self.network, self.store, SyncRule(), preparation, ())
+        self.launcher.prepare(number, [], "nowhere", startup_timeout=STARTUP_S)
         if start:
-            self.pool.start(number)
+            self.pool.start()
+
+    def ask(self, *indices, message=CALL):
+        """Make a request to these workers, or to all."""
+        asked = [self.workers[index] for index in indices] if indices else self.workers
+        return [self.pool.ask(worker, message) for worker in asked]
+
+    def gather(self, seqs, timeout=None):
+        """Return the values of the replies to these requests."""
+        return [request.response for request in self.pool.gather(seqs, timeout)]
 
     def call(self, *indices, timeout=None, message=CALL):
-        """Send a request to these workers, or to all, and return the values of their replies."""
-        asked = [self.workers[index] for index in indices] if indices else self.workers
-        seqs = [self.pool.ask(worker, message) for worker in asked]
-        return [request.response.value for request in self.pool.gather(seqs, timeout)]
+        """Make a request to these workers, or to all, and return the values of their replies."""
+        return self.gather(self.ask(*indices, message=message), timeout)
 
     def wait(self, seconds):
         """Handle the workers' messages for this many seconds."""
         end = self.network.now + seconds
-        self.pool.wait_until(lambda: self.network.now >= end, self.never())
+        self.wait_until(lambda: self.network.now >= end)
+
+    def wait_until(self, done):
+        self.pool.wait_until(done, self.never())
 
     def never(self):
         """Return a request that is never answered."""
         self.launcher.of[0].stopped = True
-        return [self.pool.ask(self.workers[0], Call("name"))]
+        return self.ask(0)

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from clusterenv_runtime import CheckpointError, Policy
-from clusterenv_runtime.arrays.trees import leaves
+from clusterenv_runtime.arrays import leaves
+from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.actor import Actor
-from clusterenv_runtime.policy.tensors import flat_weights
+from clusterenv_runtime.policy.tensors import flat_weights, numbers_of
 from clusterenv_runtime.script import play
 from clusterenv_runtime.script.export import TOLERANCE, Acting, export
 from clusterenv_runtime.script.export import main as export_main
@@ -284,6 +285,8 @@ def acted(policy, observations, starts):
     """
     actor = Actor(takes_mode=True)
     actor.load(policy, [part.numpy() for part in flat_weights(policy)])
+    request = Collect(len(starts), 0, 0, 0.0, numbers_of(policy))
+    actor.prepare(request, range(len(starts[0])))
     actor.start(starts[0])
     return [leaves(actor.act(*step)) for step in zip(observations, starts, strict=True)]
 

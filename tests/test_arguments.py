@@ -17,7 +17,7 @@ import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.script import Run, arguments, parse, resume
 from clusterenv_runtime.script.checkpoint import save_checkpoint
-from clusterenv_runtime.wire.security import HeadKeys, write_key_file
+from clusterenv_runtime.security import HeadKeys, write_key_file
 
 from . import scripts
 from .envs import CountingEnv
@@ -137,7 +137,6 @@ RUNNING_CODE = [
     ("env_id", "owned:Env-v0", "--env-id=owned:Env-v0"),
     ("launcher", "added", "--launcher=added"),
     ("key_file", "their.key", "--key-file=their.key"),
-    ("allow_insecure", True, "--allow-insecure=True"),
     ("track", True, "--track=True"),
     ("env_kwargs", "xml_file=their.xml", "--env-kwargs=xml_file=their.xml"),
 ]
@@ -244,9 +243,8 @@ ESCAPE = "\x1b[2J"  # clears a terminal
     [
         ("env_id", f"Pong{ESCAPE}"),  # differs from the command line's value
         ("env_kwargs", f"a={ESCAPE}"),
-        ("interface", f"lo{ESCAPE}"),  # no interface has this name
         ("bind_address", f"127.0.0.1{ESCAPE}"),
-        ("worker_resources", f"CPU{ESCAPE}"),
+        ("launcher", f"slurm{ESCAPE}"),
         (f"unknown{ESCAPE}", 1),  # a flag of another script
         ("learning_rate", ESCAPE),  # not a number
     ],
@@ -298,8 +296,6 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--min-workers 3", "min_workers must be from 1 to num_workers, 2, got 3"),
-        ("--min-workers 0", "min_workers is 0: Expected `int` >= 1"),
         ("--max-worker-restarts -1", "max_worker_restarts is -1: Expected `int` >= 0"),
         ("--worker-timeout 0", "worker_timeout is 0.0: Expected `float` > 0.0"),
         ("--startup-timeout nan", "startup_timeout is nan: Expected `float` > 0.0"),
@@ -307,19 +303,29 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
             "--checkpoint-interval -1",
             "checkpoint_interval is -1.0: Expected `float` >= 0.0",
         ),
-        ("--port 65536 --interface lo", "port is 65536: Expected `int` <= 65535"),
-        ("--port 5000", "port needs bind_address or interface"),
-        (
-            "--interface lo --bind-address 127.0.0.1",
-            "give either bind_address or interface, not both",
-        ),
-        ("--interface none0", "got none0"),
+        ("--port 65536 --bind-address lo", "port is 65536: Expected `int` <= 65535"),
+        ("--port 5000", "port needs bind_address"),
+        ("--bind-address none0", "got none0"),
         ("--bind-address 0.0.0.0", "bind_address must be one address, not all of them (0.0.0.0)"),
         ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
-        ("--bind-address 10.0.0.1 --security none", "use curve, or set allow_insecure"),
     ],
 )
 def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):
+    assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--min-workers 1", "--min-workers is no longer a flag: all workers start together"),
+        ("--min_workers=1", "--min-workers is no longer a flag: all workers start together"),
+        ("--interface lo", "is no longer a flag: give the interface's name as --bind-address"),
+        ("--security none", "--security is no longer a flag: tcp is always encrypted"),
+        ("--allow-insecure", "--allow-insecure is no longer a flag: tcp is always encrypted"),
+        ("--no-allow-insecure", "--allow-insecure is no longer a flag: tcp is always encrypted"),
+    ],
+)
+def test_a_former_flag_is_one_line_that_says_what_to_do_instead(monkeypatch, flags, says):
     assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
 
 
@@ -327,17 +333,16 @@ def test_a_cluster_env_takes_what_the_flags_say(monkeypatch, tmp_path, workers):
     monkeypatch.chdir(tmp_path)
     flags = [
         "--worker-start=spawn",
-        "--interface",
+        "--bind-address",
         "lo",
         "--num-workers=1",
         "--kl-threshold=0.5",
-        "--min-workers=1",
     ]
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
     args = parse(dqn_clusterenv.Args)
     assert os.listdir() == []  # parsing creates no files
     options = args.options()
-    assert options["interface"] == "lo" and options["max_policy_lag"] == 40
+    assert options["bind_address"] == "lo" and options["max_policy_lag"] == 40
     with ClusterEnv([CountingEnv], **options) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         assert envs.reset()[0].tolist() == [[0]]

@@ -1,5 +1,5 @@
-"""Environments that step together: their rollouts match those of Gymnasium's environments, in every
-autoreset mode.
+"""Environments that one function makes as one `VectorEnv`: their rollouts match those of
+Gymnasium's environments, in every autoreset mode.
 """
 
 import functools
@@ -17,15 +17,14 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformReward
 from scipy import stats
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
-from clusterenv_runtime.arrays.trees import map_space
-from clusterenv_runtime.extras import Together, make_vec
+from clusterenv_runtime.arrays import map_space
 from clusterenv_runtime.policy.tensors import to_tensors
-from clusterenv_runtime.script.environments import one_line_for_environments
+from clusterenv_runtime.script.environments import make_vec, one_line_for_environments
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
@@ -54,7 +53,6 @@ def make_by(backend, env_id, num_envs, **kwargs):
 
 
 def rollouts(env_fns, policy, num_steps, times, num_workers=2, seed=3, **kwargs):
-    env_fns = Together(env_fns) if callable(env_fns) else env_fns
     with ClusterEnv(env_fns, num_workers, **kwargs) as envs:
         envs.reset(seed=seed)
         return [envs.rollout(policy, num_steps) for _ in range(times)]
@@ -224,7 +222,7 @@ def test_log_probs_and_divergence_belong_to_the_delivered_observations(mode, kin
             [partial(RandomEnv, space, action_space)] * num_envs, autoreset_mode=mode
         )
 
-    with ClusterEnv(Together(make), 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
+    with ClusterEnv(make, 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
         envs.reset(seed=1)
         found = [envs.rollout(policy, 9, overlap=step < 3) for step in range(4)]
         assert envs.divergence.max() < 1e-6  # the same policy acted on all observations
@@ -254,9 +252,7 @@ def test_log_probs_and_divergence_belong_to_the_delivered_observations(mode, kin
 
 def test_seeds(backend):
     def made(num_workers):
-        return ClusterEnv(
-            Together(partial(make_by, backend, "CartPole-v1")), num_workers, num_envs=4
-        )
+        return ClusterEnv(partial(make_by, backend, "CartPole-v1"), num_workers, num_envs=4)
 
     def begin(envs):
         return (
@@ -287,7 +283,7 @@ def test_each_seed_counts_under_a_wrapper_too():
         )
         return RecordEpisodeStatistics(envs)
 
-    with ClusterEnv(Together(make), 1, num_envs=3) as envs:
+    with ClusterEnv(make, 1, num_envs=3) as envs:
         observations = envs.reset(seed=[10, 500, 7])[0]
         assert_same(envs.reset(seed=[10, 501, 7])[0][[0, 2]], observations[[0, 2]])
         assert (envs.reset(seed=500)[0][0] == observations[1]).all()
@@ -309,7 +305,7 @@ def test_threads_change_nothing_but_the_time():
 
 def test_killed_worker_is_replaced(backend, workers):
     policy = CategoricalPolicy(linear(4, 2))
-    with ClusterEnv(Together(partial(make_by, backend, "CartPole-v1")), 2, num_envs=4) as envs:
+    with ClusterEnv(partial(make_by, backend, "CartPole-v1"), 2, num_envs=4) as envs:
         envs.reset(seed=1)
         envs.rollout(policy, 20)
         os.kill(next(iter(workers())), signal.SIGKILL)
@@ -347,7 +343,7 @@ def test_ales_own_vector_version_has_one_thread_and_sends_each_frame_once():
 
 def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
     policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
-    with ClusterEnv(Together(make_breakout), 1, num_envs=2, worker_timeout=5) as envs:
+    with ClusterEnv(make_breakout, 1, num_envs=2, worker_timeout=5) as envs:
         envs.reset(seed=7)  # fresh seeds of 32 bits would be too large for ALE
         os.kill(next(iter(workers())), signal.SIGKILL)
         envs.rollout(policy, 5)
@@ -365,6 +361,10 @@ class OneObject(gym.vector.VectorEnv):
         self.num_envs = num_envs
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
+
+    def set_attr(self, name, values):
+        getattr(self, name)
+        setattr(self, name, np.array(values))
 
     def reset(self, *, seed=None, options=None):
         return np.zeros((self.num_envs, 1), np.float32), {}
@@ -392,7 +392,7 @@ def in_a_loop(num_envs):
 @pytest.mark.parametrize("make", [OneObject, pytest.param(in_a_loop, marks=pytest.mark.long)])
 def test_attributes_are_set_in_environments_that_step_together_and_in_replacements(make, workers):
     policy = CategoricalPolicy(linear(1, 2))
-    with ClusterEnv(Together(make), 2, num_envs=4) as envs:
+    with ClusterEnv(make, 2, num_envs=4) as envs:
         envs.reset(seed=1)
         for grades in (2.5, [1.0, 2.0, 3.0, 4.0]):
             envs.rollout(policy, 3, overlap=True)
@@ -406,51 +406,78 @@ def test_attributes_are_set_in_environments_that_step_together_and_in_replacemen
                 envs.set_attr("weight", 1)
 
 
-def test_environments_that_step_together_are_only_stepped_by_a_policy():
-    make = partial(make_by, "sync", "CartPole-v1")
-    with ClusterEnv(Together(make), 2, num_envs=4) as envs:
-        envs.reset(seed=1)
-        for call in (
-            lambda: envs.step(np.zeros(4, int)),
-            lambda: envs.reset(options={"reset_mask": np.array([True, False, False, False])}),
-            lambda: envs.call("spec"),
-        ):
-            with pytest.raises(ValueError, match="in which a policy acts: `rollout`"):
-                call()
-        assert envs.rollout(CategoricalPolicy(linear(4, 2)), 3).rewards.shape == (3, 4)
-    with pytest.raises(TypeError, match="one for all environments goes into a Together"):
-        ClusterEnv(make, 2, num_envs=4)
-    with pytest.raises(ValueError, match="needs num_envs, at least 1, got None"):
-        ClusterEnv(Together(make), 2)
+@pytest.mark.parametrize("mode", MODES)
+def test_steps_are_those_of_the_same_environments_in_this_process(mode):
+    make = partial(gym.make, "CartPole-v1", max_episode_steps=15)
+
+    def together(num_envs):
+        return SyncVectorEnv([make] * num_envs, autoreset_mode=mode)
+
+    reference = together(3)
+    with ClusterEnv(together, 2, num_envs=3) as envs:
+        assert AutoresetMode(envs.metadata["autoreset_mode"]) == mode
+        assert_same(envs.reset(seed=5)[0], reference.reset(seed=5)[0])
+        reference.action_space.seed(1)
+        for _ in range(40):
+            actions = reference.action_space.sample()
+            steps = [each.step(actions)[:4] for each in (envs, reference)]
+            assert_same(*steps)
+            ended = steps[0][2] | steps[0][3]
+            if mode == AutoresetMode.DISABLED and ended.any():
+                options = {"reset_mask": ended}
+                begun = [each.reset(options=dict(options))[0] for each in (envs, reference)]
+                assert_same(*begun)
+        assert envs.call("gravity") == reference.call("gravity") == (9.8,) * 3
+        rollout = envs.rollout(CategoricalPolicy(linear(4, 2)), 3)
+        assert rollout.rewards.shape == (3, 3)
+    reference.close()
+
+
+def test_a_wrong_number_of_environments_is_one_line(workers):
+    make, before = partial(make_by, "sync", "CartPole-v1"), workers()
+    with pytest.raises(ValueError, match="num_envs"):
+        ClusterEnv(make, 2)
     with pytest.raises(ValueError, match="num_envs is 3, but there are 2 env_fns"):
         ClusterEnv([CountingEnv] * 2, 2, num_envs=3)
-    with pytest.raises(ValueError, match="observation_mode 'same', got 'different'"):
-        ClusterEnv(Together(make), 2, num_envs=4, observation_mode="different")
-    with pytest.raises(ValueError, match="backend must be 'vector' or 'envpool', got 'jax'"):
-        make_vec("jax", "CartPole-v1", 2)
+    with pytest.raises(RuntimeError, match="was asked for 2 environments, and .* has 3"):
+        ClusterEnv(lambda num_envs: make(3), 2, num_envs=4)
+    assert workers() == before
 
 
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_returns_are_those_that_environments_count_themselves(mode):
-    def count():
-        counted = gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
-        return gym.wrappers.TransformReward(counted, lambda reward: 10 * reward)
-
+def test_returns_are_those_that_environments_count_themselves(mode, counts):
     def make(num_envs):
-        return SyncVectorEnv([count] * num_envs, autoreset_mode=mode)
+        envs = SyncVectorEnv([partial(gym.make, "CartPole-v1")] * num_envs, autoreset_mode=mode)
+        envs = RecordEpisodeStatistics(envs) if counts else envs
+        return TransformReward(envs, lambda rewards: 10 * rewards)
 
-    with ClusterEnv(Together(make), 1, num_envs=2) as envs:
+    with ClusterEnv(make, 1, num_envs=2) as envs:
         envs.reset(seed=1)
         rollout = envs.rollout(CategoricalPolicy(linear(4, 2)), 64)
     assert len(rollout.episodic_returns)
-    assert rollout.episodic_returns.tolist() == rollout.episodic_lengths.tolist()
+    expected = rollout.episodic_lengths * (1 if counts else 10)
+    assert rollout.episodic_returns.tolist() == expected.tolist()
 
 
-def test_next_step_autoreset_of_environments_that_step_together_is_refused(workers):
+class Unstated(OneObject):
+    """Environments that do not say what happens at an episode's end."""
+
+    metadata = {}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (partial(make_vec, "vector", "CartPole-v1"), "has the autoreset mode 'NextStep'"),
+        (partial(gym.make_vec, "Acrobot-v1"), "has the autoreset mode 'NextStep'"),
+        (Unstated, "states no autoreset mode"),
+    ],
+)
+def test_environments_whose_steps_may_be_dead_are_refused(make, says, workers):
     before = workers()
-    for make in (partial(make_vec, "vector", "CartPole-v1"), partial(gym.make_vec, "Acrobot-v1")):
-        with pytest.raises(ValueError, match="has the autoreset mode 'NextStep'.* make it with"):
-            ClusterEnv(Together(make), 2, num_envs=4)
+    with pytest.raises(ValueError, match=f"{says}.* make it with"):
+        ClusterEnv(make, 2, num_envs=4)
     assert workers() == before
 
 
@@ -495,7 +522,7 @@ def test_scripts_train_on_environments_that_step_together(backend, script, tmp_p
         ("--env-backend envpool --env-id Mars-v0", "EnvPool has no Mars-v0"),
         (
             "--env-backend vector --env-id CartPole-v1",
-            "--env-backend vector: CartPoleVectorEnv has the autoreset mode 'NextStep'",
+            "--env-backend vector: ValueError: CartPoleVectorEnv has the autoreset mode 'NextStep'",
         ),
         (
             "--env-backend vector --env-id CartPole-v1 --capture-video",

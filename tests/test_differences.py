@@ -17,8 +17,7 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.policy import versions
 from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.differences import FROM_HELD, FROM_ZEROS, WHOLE, Difference
-from clusterenv_runtime.policy.structure import pickled
-from clusterenv_runtime.policy.tensors import flat_weights, rounded_sizes
+from clusterenv_runtime.policy.tensors import flat_weights, pickled, rounded_sizes
 from clusterenv_runtime.policy.versions import PolicyCopy
 
 from .envs import CountingEnv
@@ -62,9 +61,10 @@ def worker(policy):
 
 def pull(store, copy, actor):
     """Let a worker pull. Return the kind of the response, and its size in bytes."""
-    message, buffers = store.pull(copy, actor.version)
-    actor.load_weights(message, [bytes(buffer) for buffer in buffers])
-    return message.levels, sum(memoryview(buffer).nbytes for buffer in buffers)
+    message = store.pull(copy, actor.version)
+    message.buffers = [bytes(buffer) for buffer in message.buffers]
+    actor.load_weights(message)
+    return message.levels, sum(map(len, message.buffers))
 
 
 def same_weights(policy, other):
@@ -228,8 +228,8 @@ def test_the_default_device_of_new_tensors_does_not_matter():
         change(policy, 0.01)
         with torch.device("meta"):  # where tensors have no values
             store.publish(policy)
-            message, buffers = store.pull(copy, copy.held)
-        actor.load_weights(message, [bytes(buffer) for buffer in buffers])
+            message = store.pull(copy, copy.held)
+        actor.load_weights(message)
         assert (message.levels, actor.version, same(actor, copy)) == (levels, store.version, True)
 
 
@@ -294,11 +294,13 @@ def test_an_invalid_difference_is_refused():
     policy, copy = CategoricalPolicy(linear()), PolicyCopy()
     store, actor = store_in([copy], *spaces_of(policy), rounds=True), worker(policy)
     store.publish(policy)
-    message, (scales, packed, others) = store.pull(copy, 0)
+    message = store.pull(copy, 0)
+    scales, packed, others = message.buffers
     message.checksum ^= 1
     for wrong in ([scales, packed], [scales, packed[:-3]], [b"", packed]):
+        message.buffers = [*wrong, others]
         with pytest.raises((ValueError, RuntimeError, zlib.error)):
-            actor.load_weights(message, [*wrong, others])
+            actor.load_weights(message)
 
 
 def test_a_difference_of_zeros_is_unpacked():

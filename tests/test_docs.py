@@ -329,10 +329,7 @@ def check(tmp_path, monkeypatch):
         )
         if not dry_run or is_missing or "--resume" in flags:
             return
-        flags = [
-            "lo" if before == "--interface" else flag
-            for before, flag in zip([""] + flags, flags, strict=False)
-        ]
+        flags = ["lo" if flag == "eth0" else flag for flag in flags]
         with pytest.raises(SystemExit) as exit:
             run(
                 partial(runpy.run_path, str(ROOT / name), run_name="__main__"),
@@ -385,6 +382,8 @@ def check(tmp_path, monkeypatch):
                 )
 
     def pip(flags):
+        if flags == ["list"]:
+            return
         assert flags[0] == "install"
         for flag in flags[1:]:
             if re.match(r"[\w.-]+\[", flag):

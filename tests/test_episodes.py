@@ -12,7 +12,6 @@ from gymnasium.wrappers import (
 )
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.extras.together import Together
 
 from .envs import CountingEnv
 from .nets import linear
@@ -126,8 +125,11 @@ def test_episodes_are_counted_from_rewards_and_ends_or_by_gymnasiums_wrapper(kin
 @pytest.mark.parametrize("kind", KINDS)
 def test_episodes_are_counted_alike_where_environments_step_together(kind, mode):
     env_fn, returns, lengths = KINDS[kind]
-    together = Together(lambda num_envs: SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode))
-    assert episodes_of(together, num_envs=1) == (returns, lengths)
+
+    def make(num_envs):
+        return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
+
+    assert episodes_of(make, num_envs=1) == (returns, lengths)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -137,4 +139,4 @@ def test_statistics_of_a_vector_environment_count_the_rewards_inside_their_wrapp
         counted = vector.RecordEpisodeStatistics(inside, stats_key="own")
         return vector.TransformReward(counted, lambda reward: 10 * np.asarray(reward))
 
-    assert episodes_of(Together(make), num_envs=1) == ([15, 15], [5, 5])
+    assert episodes_of(make, num_envs=1) == ([15, 15], [5, 5])

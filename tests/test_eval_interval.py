@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
-from clusterenv_runtime.extras import Together
 from clusterenv_runtime.script import Run, ScriptArgs
 from clusterenv_runtime.script.checkpoint import load_checkpoint
 from clusterenv_runtime.script.evaluation import Evaluations, film
@@ -179,9 +178,9 @@ def test_environments_that_record_videos_are_left_to_training(monkeypatch):
         args = Args(eval_interval=8, capture_video=records, eval_episodes=20)
         Evaluations(args, Envs, linear(1, 2), None, Logs)
     assert made == [(["one", "another"], 2), (["records", "one", "another"], 3)]
-    together = Envs.env_fns = Together(None)
+    make = Envs.env_fns = partial(gym.make_vec, "CartPole-v1")
     Evaluations(Args(eval_interval=8), Envs, linear(1, 2), None, Logs)
-    assert made[-1] == (together, 3)
+    assert made[-1] == (make, 3)
     Envs.env_fns = ["records"]
     args = Args(eval_interval=8, capture_video=True)
     with pytest.raises(SystemExit, match="needs a second environment"):

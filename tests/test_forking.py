@@ -2,12 +2,12 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -15,16 +15,15 @@ import textwrap
 import threading
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import ClusterEnv, StartupError
-from clusterenv_runtime.launchers import forking
-from clusterenv_runtime.launchers.processes import import_path
+from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
+from clusterenv_runtime.launchers import fork_server
+from clusterenv_runtime.launchers.local import import_path
 
 from .envs import CountingEnv, RenderingEnv
 from .machine import do_without
@@ -48,7 +47,6 @@ class TellingEnv(CountingEnv):
             "pid": os.getpid(),
             "group": os.getpgid(0),
             "name": Path("/proc/self/comm").read_text().strip(),
-            "niceness": os.nice(0),
             "threads": os.environ["OMP_NUM_THREADS"],
             "told": ascii(os.environ.get("TOLD")),
             "numpy": float(np.random.random()),
@@ -66,19 +64,21 @@ def test_workers_are_forked_from_one_process_and_resemble_spawned_workers(monkey
         (server,) = {server_of(pid) for pid in pids}
         assert server != os.getpid()
         assert [each["group"] for each in told] == pids
-        assert [each["name"] for each in told] == ["worker 0", "worker 1", "worker 2"]
-        assert {each["niceness"] for each in told} == {os.nice(0)}
+        assert all(re.fullmatch("worker-[0-9a-f]{8}", each["name"]) for each in told)
+        assert len({each["name"] for each in told}) == 3
         assert {each["threads"] for each in told} == {os.environ.get("OMP_NUM_THREADS", "1")}
         assert {each["told"] for each in told} == {ascii("later \udcff")}
         for generator in ("numpy", "python"):  # each draws its own numbers
             assert len({each[generator] for each in told}) == 3
         assert all("torch" in each["modules"] for each in told)  # because this process has it
     monkeypatch.delenv("TOLD")
-    monkeypatch.syspath_prepend(tmp_path)
     with ClusterEnv([TellingEnv], 1) as envs:
         (told,) = envs.call("tell")
-        assert told["told"] == "None" and told["path"] == import_path()
+        assert told["told"] == "None"
         assert server_of(told["pid"]) == server  # it also serves the next `ClusterEnv`
+    monkeypatch.syspath_prepend(tmp_path)
+    with ClusterEnv([TellingEnv], 1) as envs:
+        assert envs.call("tell")[0]["path"] == import_path()
 
 
 @pytest.mark.long
@@ -139,81 +139,60 @@ def test_preloading_is_for_workers_that_are_forked(options):
 def test_workers_outlive_the_process_that_they_were_forked_from(workers, caplog):
     with ClusterEnv([TellingEnv] * 2, 2) as envs:
         envs.reset()
-        for lost in range(3):
+        for _ in range(2):
             before = [each["pid"] for each in envs.call("tell")]
-            if lost < 2:
-                server = server_of(before[1])
-                os.kill(server, signal.SIGKILL)
-                assert_ended([server])
-                assert [each["pid"] for each in envs.call("tell")] == before
+            server = server_of(before[1])
+            os.kill(server, signal.SIGKILL)
+            assert_ended([server])
+            assert [each["pid"] for each in envs.call("tell")] == before
             os.kill(before[1], signal.SIGKILL)
-            wait_until(lambda: envs.step([0, 0])[3][1])  # noqa: B023
+            wait_until(lambda: envs.step([0, 0])[3][1])
             pid = envs.call("tell")[1]["pid"]
-            assert pid not in before
-            # Another fork server forks this worker, but after two have died, each worker is
-            # started singly.
-            assert (server_of(pid) == os.getpid()) == (lost >= 1), lost
+            assert pid not in before and server_of(pid) not in (server, os.getpid())
         reasons = [restart["reason"] for restart in envs.restarts]
-        assert len(reasons) == 3 and all("died" in reason for reason in reasons)
-    warnings = [record.message for record in caplog.records if "singly" in record.message]
-    assert warnings == ["the process that forks workers was lost twice: they are started singly"]
+        assert len(reasons) == 2 and all("died" in reason for reason in reasons)
+    assert [each.message for each in caplog.records if "that forks" in each.message] == [
+        "the process that forks workers was lost"
+    ] * 2
     assert not workers()
 
 
-def test_a_fork_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
-    (tmp_path / "no_forks.py").write_text(
-        textwrap.dedent(
-            """
-            import errno, os
-            fork, times = os.fork, 0
-            def refuse():
-                global times
-                times += 1
-                if times in (3, 4):
-                    raise BlockingIOError(errno.EAGAIN, "no")
-                return fork()
-            os.fork = refuse
-            """
-        )
-    )
+def test_a_fork_that_the_system_refuses_ends_the_run_with_one_line(tmp_path, monkeypatch):
+    code = """
+    import errno, os
+    fork, times = os.fork, 0
+    def refuse():
+        global times
+        times += 1
+        if times > 2:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return fork()
+    os.fork = refuse
+    """
+    (tmp_path / "no_forks.py").write_text(textwrap.dedent(code))
     monkeypatch.syspath_prepend(tmp_path)
+    text = r"a worker cannot be forked: \[Errno 11\] no more processes"
     with ClusterEnv([TellingEnv] * 2, 2, worker_preload="no_forks") as envs:
         envs.reset()
-        pid = envs.call("tell")[1]["pid"]
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: envs.step([0, 0])[3][1])
-        assert envs.call("tell")[1]["pid"] != pid
-        assert len(envs.restarts) == 1  # refused attempts are not restarts
-    text = "worker 1 cannot be started, trying again for up to 60 s: "
-    assert any(record.message.startswith(text) for record in caplog.records)
+        os.kill(envs.call("tell")[1]["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=f"; no replacement can be started: {text}$"):
+            wait_until(lambda: envs.step([0, 0])[3][1])
+    with pytest.raises(StartupError, match=f"^{text}$"):
+        ClusterEnv([TellingEnv], 1, worker_preload="no_forks")
 
 
-def test_a_replacement_starts_even_if_the_next_fork_server_cannot(monkeypatch, caplog):
-    duplicate, failed = fcntl.fcntl, []
-
-    def refuse(file, command, argument):
-        if not failed:
-            failed.append(file)
-            raise OSError(errno.EMFILE, "Too many open files")
-        return duplicate(file, command, argument)
+def test_a_replacement_starts_even_if_the_next_fork_server_cannot(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
 
     with ClusterEnv([TellingEnv] * 2, 2) as envs:
         envs.reset()
         pid = envs.call("tell")[1]["pid"]
-        refusing = SimpleNamespace(fcntl=refuse, F_DUPFD_CLOEXEC=fcntl.F_DUPFD_CLOEXEC)
-        monkeypatch.setattr(forking, "fcntl", refusing)
+        monkeypatch.setattr(fork_server.socket, "socketpair", refuse)
         os.kill(server_of(pid), signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: envs.step([0, 0])[3][1])
-    assert failed and "lost twice: they are started singly" in caplog.records[-1].message
-
-
-def test_the_reason_of_a_forked_workers_end_names_the_signal():
-    with ClusterEnv([TellingEnv] * 2, 2) as envs:
-        envs.reset()
-        os.kill(envs.call("tell")[0]["pid"], signal.SIGSEGV)
-        wait_until(lambda: envs.step([0, 0])[3][0])
-        assert envs.restarts[0]["reason"].endswith("died: killed by SIGSEGV")
+        assert server_of(envs.call("tell")[1]["pid"]) == os.getpid()
 
 
 class OddEnv(CountingEnv):

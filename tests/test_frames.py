@@ -15,13 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, ProtocolError
-from clusterenv_runtime.arrays.frames import fold, join
-from clusterenv_runtime.envs.blueprint import EnvLayout
-from clusterenv_runtime.head.responses import Opener
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames
+from clusterenv_runtime.arrays import fold, join
 
 from .envs import assert_same
-from .test_parts import COLLECT, NOW, a_part, packed
 
 
 class Screens(gym.Env):
@@ -266,62 +263,3 @@ def test_frames_behave_like_an_array_of_stacks():
 def test_a_wrong_frame_stack_is_refused_in_one_line(frame_stack, says):
     with pytest.raises(ValueError, match=says):
         ClusterEnv([stacked], frame_stack=frame_stack)
-
-
-SPACE = spaces.Box(0, 255, (4, 3), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"frames": []}, "frames must be ('|u1 (3,)',), got ()"),
-        (
-            {"frames": (np.zeros((5, 3), np.int8),)},
-            "frames must be ('|u1 (3,)',), got ('|i1 (3,)',)",
-        ),
-        (
-            {"frames": (np.zeros((5, 2), np.uint8),)},
-            "frames must be ('|u1 (3,)',), got ('|u1 (2,)',)",
-        ),
-        (
-            {"frames": (np.zeros((4, 3), np.uint8),)},
-            "have 4 frames, but indices of others",
-        ),
-        (
-            {"frames": (np.zeros((0, 3), np.uint8),)},
-            "have 0 frames, but indices of others",
-        ),
-        (
-            {"observations": np.full((6, 2, 4), -1, np.int32)},
-            "have 5 frames, but indices of others",
-        ),
-        (
-            {"observations": np.zeros((6, 2, 4), np.int64)},
-            "observations must be <i4 (4,), got <i8 (4,)",
-        ),
-        (
-            {"observations": np.zeros((6, 2, 4, 3), np.uint8)},
-            "observations must be <i4 (4,), got |u1 (4, 3)",
-        ),
-        (
-            {"next_observations": np.zeros((2, 5), np.int32)},
-            "next_observations must be <i4 (4,), got <i4 (5,)",
-        ),
-    ],
-)
-def test_frames_that_do_not_fit_are_refused(fields, says):
-    part = a_part(SPACE)
-    ends = part.final_observations.shape[:1]
-    shapes = {"observations": (6, 2), "next_observations": (2,), "final_observations": ends}
-    indices = {name: np.full((*leading, 4), 4, np.int32) for name, leading in shapes.items()}
-    whole = {"frames": (np.zeros((5, 3), np.uint8),), **indices}
-    opener = Opener(EnvLayout(SPACE, spaces.Discrete(2), frame_stack=4))
-
-    def opened(**changed):
-        answer, buffers = packed(part, **whole | changed)
-        return opener(COLLECT, answer, [b"header", *buffers], 2, NOW)
-
-    assert opened().observations.shape == (6, 2, 4, 3)
-    with pytest.raises(ProtocolError) as caught:
-        opened(**fields)
-    assert says in str(caught.value)

@@ -1,67 +1,84 @@
-"""Many mutated and random messages: all are dropped, memory does not grow, and the run continues.
+"""Many mutated messages, of strangers and of workers: memory does not grow, and the run goes on.
 
 FUZZ_FRAMES=1000000 TEST_SECONDS=1800 python -m pytest tests/test_fuzz.py
 
 By default, a test sends 50,000 messages.
 """
 
-import contextlib
 import os
-import pickle
 import random
-import subprocess
-import sys
-import tempfile
+import types
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
+from gymnasium import spaces
 
-from clusterenv_runtime import ClusterEnv, Launcher
-from clusterenv_runtime.envs.blueprint import Blueprint
-from clusterenv_runtime.envs.likeness import Likeness
-from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.wire.buffers import to_buffers
-from clusterenv_runtime.wire.codec import pack
-from clusterenv_runtime.wire.protocol import (  # fmt: skip
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames
+from clusterenv_runtime.errors import one_line
+from clusterenv_runtime.head.pool import Request
+from clusterenv_runtime.head.workers import State
+from clusterenv_runtime.messages import (
+    PROTOCOL_VERSION,
+    Built,
     Call,
-    Close,
     Collect,
     Error,
     Hello,
     Pull,
     Reply,
-    Reset,
-    Setup,
     Step,
-    decode_from_head,
-    decode_from_worker,
-    frames,
+    hello_frames,
+    worker_frames,
+)
+from clusterenv_runtime.pickling import (
+    Absent,
+    load_exception,
+    pack_exception,
+    to_frames,
+    writer,
 )
 
 from .envs import CountingEnv
-from .patience import PATIENCE
-from .scripts import ROOT
+from .nets import linear
+from .test_parts import a_part
 from .test_strangers import drops
 
 FRAMES = int(os.environ.get("FUZZ_FRAMES", 50_000))
+STEPS = 3
 
 
-def valid_messages(*, to_head):
-    arrays = []
-    value = pack({"a": np.arange(3), "b": [1.5, None, ("x", np.float32(2))]}, arrays)
-    if to_head:
-        yield [*frames(7, Reply(value, value, ["x"])), *to_buffers(arrays)]
-        yield frames(7, Error(0, "builtins.ValueError", "no", "no", True))
-        yield frames(7, Pull(3))
-        yield frames(None, Hello(1, 0, "host", 1, {"numpy": "2"}))
-    else:
-        yield frames(7, Collect(8, 1, 1, 0.1, [0.1]))
-        yield [*frames(7, Step()), b"not a pickle"]
-        yield [*frames(7, Reset()), b"not a pickle"]
-        yield frames(7, Call("pid"))
+def built(**fields):
+    """Return what a worker says after `Setup`."""
+    said = {
+        "observation_space": CountingEnv.observation_space,
+        "action_space": CountingEnv.action_space,
+        "metadata": {"autoreset_mode": "NextStep"},
+        "render_mode": None,
+    }
+    return Reply(said | fields)
+
+
+def a_step():
+    arrays = np.zeros((1, 1), np.float32), np.zeros(1), np.zeros(1, bool), np.zeros(1, bool)
+    return {"arrays": arrays, "infos": {"x": np.array([{"deep": 1}], object), "_x": arrays[2]}}
+
+
+PART = a_part(CountingEnv.observation_space, STEPS, 1)
+PART.infos = {"x": np.ones((STEPS, 1)), "_x": np.ones((STEPS, 1), bool)}
+EXCEPTION = pack_exception(OSError(2, "no", "file"), ())
+MESSAGES = [
+    (None, built()),
+    (None, built(observation_space=spaces.Dict(a=spaces.Text(3), b=spaces.Box(0, 1, (2,))))),
+    (1, PART),
+    (2, Reply(a_step(), ["y (builtins.object)"])),
+    (3, Reply((1, "x"))),
+    (1, Error(0, "builtins.OSError", "no", "traceback", False, True, EXCEPTION)),
+    (1, Pull(1)),
+    (None, Built()),
+]
 
 
 def mutated(rng, message):
@@ -101,7 +118,9 @@ def cluster():
 
 
 def test_a_strangers_mutations_change_nothing(cluster, workers, monkeypatch):
-    rng, originals = random.Random(1), list(valid_messages(to_head=True))
+    rng = random.Random(1)
+    originals = [worker_frames(*message, ()) for message in MESSAGES]
+    originals += [hello_frames(Hello(PROTOCOL_VERSION, 0, "host", 1, {"numpy": "2"}))] * 8
     *_, command = workers().values()
     sizes, steps, dropped = [], 0, drops(monkeypatch)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -119,63 +138,150 @@ def test_a_strangers_mutations_change_nothing(cluster, workers, monkeypatch):
     assert sizes[-1] < sizes[len(sizes) // 5] + 20e6  # the first rounds warm up
 
 
-class Head:
-    """Stands in for the head of one worker, and can send messages that no head would send."""
-
-    def __init__(self, socket, directory):
-        self.socket, self.seq = socket, 0
-        socket.sndhwm, socket.rcvtimeo = 0, int(PATIENCE * 1000)
-        socket.bind(address := f"ipc://{directory}/head")
-        command = [
-            sys.executable,
-            "-m",
-            "clusterenv_runtime.worker",
-            "--index",
-            "0",
-            "--connect",
-            address,
-        ]
-        self.process = subprocess.Popen(command, cwd=ROOT)
-        self.identity, *_ = next(self.received())  # the sender of its `Hello`
-
-    def received(self):
-        """Yield the sender and the content of each message, except those of the worker's pulse."""
-        while True:
-            identity, header, *_ = self.socket.recv_multipart()
-            if identity.startswith(b"w"):
-                yield identity, *decode_from_worker(header)
-
-    def ask(self, request, *arguments):
-        """Send the worker a request, and return its response."""
-        self.seq += 1
-        self.socket.send_multipart([self.identity, *frames(self.seq, request, *arguments)])
-        return next(answer for _, seq, answer in self.received() if seq == self.seq)
+# A worker whose messages are forged
 
 
-def test_a_worker_drops_what_it_cannot_decode():
-    rng, originals = random.Random(2), list(valid_messages(to_head=False))
-    setup, _ = Blueprint([CountingEnv], None, "same", "NextStep").setup(slice(0, 1))
-    sizes, nothing = [], pickle.dumps(((), {}))
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        zmq.Context() as context,
-        context.socket(zmq.ROUTER) as socket,
-    ):
-        head = Head(socket, directory)
-        own = Reply(pack((head.process.pid,), []), pack([], []))
-        likeness = pickle.dumps(Likeness.of_this_process(Launcher()))
-        assert isinstance(head.ask(Setup(0, 1), setup, pickle.dumps(SyncRule()), likeness), Reply)
-        for _ in range(10):
-            for number in range(FRAMES // 10):
-                (header, *_) = mutated(rng, rng.choice(originals)[:1])
-                with contextlib.suppress(Exception):
-                    decode_from_head(header)
-                    continue  # the worker would obey this message
-                socket.send_multipart([head.identity, header])
-                if number % 500 == 0:
-                    assert head.ask(Call("pid"), nothing) == own
-            assert head.ask(Call("pid"), nothing) == own
-            sizes.append(resident_bytes(head.process.pid))
-        socket.send_multipart([head.identity, *frames(None, Close())])
-        assert head.process.wait(PATIENCE) == 0
-    assert sizes[-1] < sizes[2] + 20e6
+def deep(levels):
+    nested = ()
+    for _ in range(levels):
+        nested = (nested, {"a": nested})[:1]
+    return nested
+
+
+LOOPED = []
+LOOPED.append((LOOPED,))
+HOSTILE = [
+    None,
+    True,
+    -1,
+    2,
+    10**6,
+    2**70,
+    1.5,
+    float("nan"),
+    "text",
+    "\x1b[2J\n",
+    "M8[s/0]",
+    b"bytes",
+    (),
+    [],
+    {},
+    {1: 2},
+    [("a", 1)],
+    LOOPED,
+    deep(300),
+    1j,
+    Absent("x"),
+    np.float32(2),
+    np.zeros(0),
+    np.zeros((STEPS, 1)),
+    np.zeros((STEPS, 1), np.int64),
+    np.zeros((STEPS, 1, 1), np.float32),
+    np.zeros((10**5, 1), bool),
+    np.zeros((1, 10**5), bool),
+    np.array(["a"]),
+    np.array([None, "x"], object),
+    np.array([LOOPED, None], object),
+    np.dtype("M8[s]"),
+    np.random.default_rng(1),
+    spaces.Discrete(2),
+    spaces.Box(0, 1, (STEPS, 1, 1)),
+    spaces.Dict(a=spaces.Discrete(2)),
+    spaces.GraphInstance(1, 2, 3),
+    Frames(np.zeros((2, 1), np.float32), np.zeros((STEPS, 1, 1), np.int32)),
+    Frames(np.zeros((2, 1), np.float32), np.full((STEPS, 1, 1), 0.5)),
+    Frames(np.zeros((2, 1), np.float32), np.full((STEPS, 1, 1), 7)),
+    Frames(spaces.Box(0, 1, (2,)), np.zeros((STEPS, 1), np.int32)),
+    Frames(None, LOOPED),
+]
+
+
+def forged(rng, value, chance=0.3):
+    """Return a value in which something inside is replaced by something hostile."""
+    if rng.random() < chance:
+        return rng.choice(HOSTILE)
+    match value:
+        case dict() if value:
+            key = rng.choice(list(value))
+            if rng.random() < 0.1:
+                return {k: v for k, v in value.items() if k != key}
+            return value | {key: forged(rng, value[key])}
+        case list() | tuple() if value:
+            at = rng.randrange(len(value))
+            return type(value)([*value[:at], forged(rng, value[at]), *value[at + 1 :]])
+        case spaces.Space():
+            other = object.__new__(type(value))
+            vars(other).update(vars(value), **forged(rng, {**vars(value)}, chance=0))
+            return other
+    return rng.choice(HOSTILE)
+
+
+def forged_message(rng, seq, message):
+    """Return the frames of a forged message of a worker."""
+    content = seq, type(message).__name__.replace("RolloutPart", "Part"), vars(message)
+    if rng.random() < 0.2:
+        content = forged(rng, content)
+    else:  # mostly only its fields
+        content = *content[:2], forged(rng, content[2], chance=0.05)
+    try:
+        return to_frames(content, writer((Frames,)))
+    except (TypeError, AttributeError, RecursionError):  # a space without a shape
+        return forged_message(rng, seq, message)
+
+
+def test_nothing_that_a_worker_sends_raises_an_error_in_the_head(monkeypatch):
+    rng = random.Random(3)
+    outcomes = dict.fromkeys(("refused", "taken", "unlike"), 0)
+    with ClusterEnv([partial(CountingEnv, length=10**9)] * 2, 2) as envs:
+        envs.reset()
+        envs.publish(CategoricalPolicy(linear(1, 2)))
+        envs.call("pid")
+        pool, worker = envs._pool, envs._pool.workers[0]
+        real, process, reasons = pool.environments, worker.process, []
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._transport, "send", lambda identity, frames: True)
+            patch.setattr(pool, "_supervisor", types.SimpleNamespace(**vars(pool._supervisor)))
+            supervisor = pool._supervisor
+            supervisor.describe = lambda worker: f"worker {worker.index}"
+            supervisor.refuse = lambda worker, text: reasons.append(text)
+            for name in "note_built", "note_ready", "end":
+                setattr(supervisor, name, lambda *_: None)
+            for number in range(FRAMES // 5):
+                asked = Collect(STEPS, 1, 0, 0.0, []), Step(None), Call("x", b"")
+                pool.outstanding = {
+                    seq: Request(seq, worker, message) for seq, message in enumerate(asked, 1)
+                }
+                pool.environments = rng.choice([real, {}])
+                process.state = rng.choice([State.BUILDING, State.READY])
+                seq, message = rng.choice(MESSAGES)
+                frames = forged_message(rng, seq, message)
+                if rng.random() < 0.2:
+                    frames = mutated(rng, worker_frames(seq, message, ()))
+                before = len(reasons)
+                frames = [memoryview(bytearray(frame)) for frame in frames]
+                try:
+                    pool._handle(process.identity, frames)
+                    outcomes["refused" if len(reasons) > before else "taken"] += 1
+                except RuntimeError as error:
+                    assert "all must be alike" in str(error), f"{number}: {one_line(error)}"
+                    outcomes["unlike"] += 1
+                for text, error in pool.errors:
+                    assert " on worker 0 raised " in text
+                    if error.exception is not None:
+                        raised = load_exception(error.exception, ())
+                        assert raised is None or isinstance(raised, Exception)
+                pool.errors.clear()
+                pool.answered.clear()
+                pool.to_reset.clear()
+        pool.outstanding, pool.environments, process.state = {}, real, State.READY
+        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+    assert all(text.isprintable() for text in reasons)
+    assert min(outcomes.values()) > 10, outcomes
+
+
+def test_forging_is_thorough():
+    """At least some of the forged messages must be read, or the test above would say nothing."""
+    rng = random.Random(1)
+    kinds = {type(forged(rng, vars(PART))) for _ in range(100)}
+    assert dict in kinds and len(kinds) > 3
+    assert len(writer((Frames,))(HOSTILE)) > 1000

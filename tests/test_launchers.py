@@ -2,7 +2,6 @@
 mistakes.
 """
 
-import errno
 import os
 import re
 import runpy
@@ -10,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import kubernetes_validate
@@ -20,13 +18,12 @@ import yaml
 
 from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.errors import StartupError
-from clusterenv_runtime.extras.slurm import Allocation, SlurmLauncher, srun_command
-from clusterenv_runtime.head import supervisor
+from clusterenv_runtime.extras.slurm import Allocation, SlurmLauncher
+from clusterenv_runtime.head import workers as supervision
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
-from clusterenv_runtime.launchers.processes import VARIABLE
-from clusterenv_runtime.options import ClusterOptions
+from clusterenv_runtime.launchers.local import VARIABLE
 from clusterenv_runtime.script.arguments import ScriptArgs
-from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys, read_key_file
+from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 from clusterenv_runtime.worker.__main__ import parse
 
 from .envs import CountingEnv
@@ -78,7 +75,7 @@ def path(tmp_path):
             "--launcher slurm --num-workers 3 --worker-prefix='apptainer exec image.sif'",
             HET,
         ),
-        ("external", "--launcher external --num-workers 2 --interface lo", {}),
+        ("external", "--launcher external --num-workers 2 --bind-address lo", {}),
     ],
 )
 def test_a_dry_run_prints_what_would_run_and_leaves_nothing(
@@ -98,6 +95,7 @@ def test_a_dry_run_prints_what_would_run_and_leaves_nothing(
     text = capsys.readouterr().out.replace(sys.executable, "PYTHON").replace(str(tmp_path), "HERE")
     text = re.sub(r"--head-pid \d+", "--head-pid PID", text.replace(str(ROOT), "ROOT"))
     text = text.replace("PYTHON -B ", "PYTHON ")  # this process may have that flag
+    text = re.sub(r"sys\.path\[:\] = \[.*\]", "sys.path[:] = PATH", text)
     file = ROOT / "tests" / "golden" / f"dry_run_{golden}.txt"
     assert text == file.read_text() and not (tmp_path / "runs").exists()
 
@@ -118,11 +116,14 @@ def test_a_steps_environment_has_no_mark_and_nothing_that_makes_srun_divide_the_
     for name in ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"):
         monkeypatch.setenv(name, "1")
     launcher, names = SlurmLauncher(), ("SLURM", "SRUN", VARIABLE)
+    launcher.check(1)
     launcher.prepare(1, [], "")
     kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
     shared = {"SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE"}
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"} | shared
-    launcher.resources = {"CPU": 2}
+    launcher = SlurmLauncher(resources="CPU=2")
+    launcher.check(1)
+    launcher.prepare(1, [], "")
     kept = {name for name in launcher.environment("a mark") if name.startswith(names)}
     # The shared variables contradict the flags of a step with its own cores.
     assert kept == set(PLAIN) - {"SLURM_CPUS_PER_TASK"}
@@ -136,16 +137,19 @@ def start_steps(monkeypatch, path):
     """
     for name, value in {"PATH": path, **PLAIN}.items():
         monkeypatch.setenv(name, value)
-    launcher = SlurmLauncher()
+    launchers = []
 
     def start(cores, number):
-        launcher.resources = {"CPU": cores}
+        launcher = SlurmLauncher(resources=f"CPU={cores}" if cores else "")
+        launchers.append(launcher)
+        launcher.check(number)
         launcher.prepare(number, [], "nowhere")
         launcher.start()
         return launcher
 
     yield start
-    launcher.stop(0)
+    for launcher in launchers:
+        launcher.stop(0)
 
 
 def node_of(launcher, worker):
@@ -169,28 +173,18 @@ def test_a_replacement_goes_where_cores_are_left(start_steps, cores, number, ind
     assert node_of(launcher, index) == after
 
 
-@pytest.mark.parametrize("refuses", [(tempfile, "TemporaryFile"), (subprocess, "Popen")])
-def test_a_step_that_the_system_refuses_changes_nothing(monkeypatch, start_steps, refuses):
-    def refuse(*_, **__):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    launcher = start_steps(1, 2)
-    before = node_of(launcher, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(*refuses, refuse)
-        for _ in range(3):
-            with pytest.raises(OSError, match="Too many open files"):
-                launcher.start_worker(1)
-    assert node_of(launcher, 1) == before
-    wait_until(lambda: launcher.exit(1) is not None)
-    assert launcher.exit(1).reason == "srun ended with exit code 1"
-    launcher.start_worker(1)
-    assert node_of(launcher, 1) != before
+def test_how_srun_ended_is_told(start_steps):
+    launcher = start_steps(1, 1)
+    wait_until(lambda: launcher.exit(0) is not None)
+    assert launcher.exit(0).reason == "srun: exit code 1"
 
 
-def test_a_resource_is_named_once():
-    with pytest.raises(ValueError, match="each name once, got 'CPU=1 CPU=2'"):
-        _ = ClusterOptions(worker_resources="CPU=1 CPU=2").resources
+@pytest.mark.parametrize("resources", ["CPU=1 CPU=2", "GPU=1", "CPU=0", "CPU=0.5", "CPU"])
+def test_slurm_gives_workers_only_whole_cores(monkeypatch, path, resources):
+    for name, value in {"PATH": path, **PLAIN}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"whole cores for each worker, got {resources}$"):
+        SlurmLauncher(resources=resources)
 
 
 def test_workers_go_to_where_cores_are_left():
@@ -207,8 +201,13 @@ def test_workers_go_to_where_cores_are_left():
     assert Allocation({"a": 2, "b": 4}, 1, "a", False).places(3, own_cores=2) == ["b", "a", "b"]
 
 
-def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
-    assert "--output=runs/100%%/log" in srun_command(0, "a", False, "runs/100%/log", ["worker"])
+def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun(monkeypatch, path):
+    for name, value in {"PATH": path, **PLAIN}.items():
+        monkeypatch.setenv(name, value)
+    launcher = SlurmLauncher(log_dir="/100%")
+    launcher.check(1)
+    launcher.prepare(1, [], "")
+    assert "--output=/100%%/worker-0.log" in launcher.command(0)
 
 
 @pytest.mark.parametrize(
@@ -222,14 +221,18 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
         (
             "--launcher slurm",
             {**PLAIN, "PATH": os.path.dirname(sys.executable)},
-            "there is no srun here",
+            "cannot run scontrol ([Errno 2] No such file or directory: 'scontrol'): inside a",
         ),
         (
             "--launcher slurm",
             {**PLAIN, "SLURM_JOB_NODELIST": "x"},
             "scontrol show hostnames x: slurm_load_node error",
         ),
-        ("--launcher external", {}, "launcher external needs bind_address or interface"),
+        (
+            "--launcher external",
+            {},
+            "launcher external needs bind_address: an address that its workers",
+        ),
         (
             "--worker-resources CPU=1",
             {},
@@ -248,22 +251,22 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
         (
             "--launcher slurm --worker-resources CPU=3",
             PLAIN,
-            "no node has 3 cores left for worker 1; besides",
+            "no node has 3 cores left for worker 1: submit the job with --cpus-per-task=3",
         ),
         (
-            "--launcher slurm --interface lo --worker-resources CPU=3",
+            "--launcher slurm --bind-address lo --worker-resources CPU=3",
             PLAIN,
             "no node has 3 cores left for worker 1",
         ),
         (
             "--launcher slurm --worker-resources CPU=5",
             HET,
-            "submit the second part of it with --cpus-per-task=5",
+            "submit the second part of the job with --cpus-per-task=5",
         ),
         (
             "--worker-resources CPU",
             {},
-            "worker_resources must be of the form NAME=NUMBER, as in CPU=2",
+            "worker_resources goes with a launcher that gives workers",
         ),
         ("--worker-prefix 'nice", {}, "worker_prefix 'nice: No closing quotation"),
         (
@@ -271,7 +274,7 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun():
             {},
             "worker_prefix begins with nonesuch, and there is no such program here",
         ),
-        ("--key-file key", {}, "key_file is for tcp with security curve"),
+        ("--key-file key", {}, "key_file is for tcp: it needs bind_address"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
         (
             "--run-name ../there",
@@ -461,7 +464,7 @@ class Queue(ExternalLauncher):
 
 
 def test_time_in_a_queue_is_told_and_does_not_count(monkeypatch, caplog):
-    monkeypatch.setattr(supervisor, "NOTICE_S", 0.0)
+    monkeypatch.setattr(supervision, "NOTICE_S", 0.0)
     launcher = Queue()
     with pytest.raises(
         StartupError, match="did not come up or build the next environment within 0.01 s"

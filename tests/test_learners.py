@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
-from clusterenv_runtime.arrays.frames import Frames
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
 from clusterenv_runtime.script.learners import LearnersRun
 from clusterenv_runtime.script.learners.learners import Learners
@@ -300,7 +299,6 @@ def two_learners(monkeypatch):
     "flags, says",
     [
         ("--num-workers 3", "--num-workers 3 must be a multiple of the 2 learners of torchrun"),
-        ("--num-workers 4 --min-workers 3", "--min-workers 3 must be a multiple of the 2"),
         ("--dry-run", "--dry-run prints the workers' commands of one learner"),
         ("--port 5000 --bind-address 127.0.0.1", "cannot serve 2 learners"),
         ("--num-minibatches 7", "--num-minibatches 7 must divide the batch"),

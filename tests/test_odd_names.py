@@ -61,7 +61,7 @@ def test_temporary_files_and_modules_may_be_in_a_directory_of_any_name(odd, addr
 
 
 def test_the_workers_commands_spell_an_odd_directory_name_exactly(odd):
-    flags = [*ppo.TINY, "--launcher", "external", "--interface", "lo", "--dry-run"]
+    flags = [*ppo.TINY, "--launcher", "external", "--bind-address", "lo", "--dry-run"]
     command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
     variables = environment(PYTHONIOENCODING="utf-8:strict")
     result = subprocess.run(command, cwd=odd, env=variables, capture_output=True)

@@ -1,24 +1,25 @@
 """The Atari script, run as a user runs it, and its environments."""
 
+from functools import partial
+
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
 from torch import nn
 
 import scripts.ppo_atari_clusterenv as script
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.envs.blueprint import EnvLayout
-from clusterenv_runtime.extras import make_vec
-from clusterenv_runtime.extras.together import EnvsTogether
+from clusterenv_runtime.messages import worker_frames
 from clusterenv_runtime.script import by_backend
 from clusterenv_runtime.script.environments import (
     BackendError,
     check_plain,
+    make_vec,
     one_line_for_environments,
 )
-from clusterenv_runtime.wire.part import pack_part
-from clusterenv_runtime.worker.one_by_one import EnvsOneByOne
+from clusterenv_runtime.worker.envs import WorkerEnvs
 
 from . import scripts
 from .scripts import scalars
@@ -189,39 +190,29 @@ class AtRandom:
 def test_bytes_of_a_step(game):
     """A step takes a quarter of its stack's bytes."""
     make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
-    env = make_env()
-    layout = EnvLayout(env.observation_space, env.action_space, frame_stack=4)
-    envs = EnvsOneByOne([make_env] * 2, lambda *_: layout)
-    envs.reset([1, 2], None)
-    part = envs.collect(AtRandom(env.action_space.n), 128)
-    _, buffers = pack_part(part, waited=0.0)
+    envs = WorkerEnvs([make_env] * 2, range(2), AutoresetMode.NEXT_STEP, (), 4)
+    envs.reset([1, 2])
+    part = envs.collect(AtRandom(envs.describe()["action_space"].n), 128)
+    frames = worker_frames(1, part, ())
     envs.close()
-    assert sum(map(len, buffers)) / 256 < 7400 < 4 * 84 * 84 / 3
+    assert sum(map(len, frames)) / 256 < 7400 < 4 * 84 * 84 / 3
 
 
 def test_with_envpool_an_episode_is_one_life_and_games_are_counted():
     pytest.importorskip("envpool")
     arguments = {"episodic_life": True, "reward_clip": True}
-    games = make_vec("envpool", "Breakout-v5", 2, **arguments)
-    layout = EnvLayout(
-        games.single_observation_space,
-        games.single_action_space,
-        info_keys=("lives",),
-        frame_stack=4,
-    )
-    envs = EnvsTogether(games, lambda *_: layout, 2)
-    envs.reset([1, 2], None)
+    make = partial(make_vec, "envpool", "Breakout-v5", **arguments)
+    envs = WorkerEnvs(make, range(2), AutoresetMode.NEXT_STEP, ("lives",), 4)
+    envs.reset([1, 2])
     part = envs.collect(AtRandom(4), 600)
     envs.close()
     ended = part.terminations | part.truncations
-    where, lives = part.infos["lives"]
-    lives = dict(zip(where.tolist(), lives.tolist(), strict=True))
+    lives = part.infos["lives"]
     for env in range(2):
-        found = [lives[step * 2 + env] for step in np.flatnonzero(ended[:, env])]
+        found = lives[ended[:, env], env].tolist()
         assert len(found) > 5 and found == ([4, 3, 2, 1, 0] * len(found))[: len(found)]
-    counted = [number for number in np.flatnonzero(ended) if lives[number] == 0]
-    assert part.episodes.tolist() == counted
-    assert len(part.final_observations) == ended.sum() > len(counted)
+    assert part.episodes.tolist() == np.flatnonzero(ended & (lives == 0)).tolist()
+    assert len(part.final_observations) == ended.sum() > len(part.episodes)
     returns = [part.rewards[:, env].sum() for env in range(2)]
     assert part.episodic_returns.sum() >= 0 and sum(returns) > 0
 

@@ -74,14 +74,6 @@ def test_environments_that_draw_from_a_global_generator_repeat(kind):
     np.testing.assert_array_equal(once[0], alone[0])
 
 
-def test_two_open_cluster_envs_draw_different_numbers():
-    env_fns = [lambda: DrawingEnv("numpy")]
-    with ClusterEnv(env_fns) as one, ClusterEnv(env_fns) as other:
-        first, second = one.get_attr("first"), other.get_attr("first")
-    with ClusterEnv(env_fns) as later:
-        assert first == later.get_attr("first") != second
-
-
 def test_environments_that_draw_from_a_global_generator_repeat_through_a_replacement():
     once = observed("torch", 1, kills=True)
     np.testing.assert_array_equal(once, observed("torch", 1, kills=True))

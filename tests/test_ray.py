@@ -107,7 +107,7 @@ def broken():
 
 
 def test_the_start_waits_for_missing_resources_and_says_so(nodes, caplog, monkeypatch):
-    monkeypatch.setattr("clusterenv_runtime.head.supervisor.NOTICE_S", 0.0)
+    monkeypatch.setattr("clusterenv_runtime.head.workers.NOTICE_S", 0.0)
     envs = []
 
     def start():

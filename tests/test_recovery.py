@@ -25,9 +25,9 @@ from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
-from clusterenv_runtime.head import pool, supervisor
+from clusterenv_runtime.head import pool
+from clusterenv_runtime.head import workers as supervision
 
-from .conftest import worker_commands
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
 from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
@@ -58,11 +58,9 @@ class OnceEnv(BlockingEnv):
             super()._block_in(place)
 
 
-def pid_of(worker):
-    """Return the pid of this process's worker with that index."""
-    commands = worker_commands().items()
-    pids = {command[command.index("--index") + 1]: pid for pid, command in commands}
-    return pids[str(worker)]
+def pid_of(envs, worker):
+    """Return the pid of the worker with that index."""
+    return envs._pool.workers[worker].process.pid
 
 
 @contextlib.contextmanager
@@ -91,7 +89,7 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         reference.reset(seed=3)
         last = reference.step([1] * 5)[0]
         assert_same(envs.step([1] * 5)[0], last)
-        kill(pid_of(1))
+        kill(pid_of(envs, 1))
         observations, rewards, terminations, truncations, infos = envs.step([2] * 5)
         expected, expected_rewards, *_ = reference.step([2] * 5)
         (restart,) = envs.restarts
@@ -100,9 +98,8 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
         begun, fresh_infos = fresh.reset(seed=restart["seeds"])
         assert rewards.tolist() == [*expected_rewards[:3], 0, 0]
         assert not terminations.any() and truncations.tolist() == [False] * 3 + [True] * 2
-        assert (
-            infos["worker_lost"].tolist() == infos["_worker_lost"].tolist() == truncations.tolist()
-        )
+        told = infos["final_info"] if mode == "SameStep" else infos  # as of any last step
+        assert told["worker_lost"].tolist() == told["_worker_lost"].tolist() == truncations.tolist()
 
         def rows(part, start, stop):
             """Return some rows of a batch, as a list."""
@@ -124,13 +121,12 @@ def test_the_step_after_a_loss_says_that_the_episodes_are_truncated(mode, space)
             assert rows(batched, 0, 2) == rows(last, 3, 5)
         else:
             assert rows(observations, 3, 5) == rows(last, 3, 5)
+        # The replacement's first reset is the one that the user sees.
         if mode == "Disabled":
             observations, _ = envs.reset(options={"reset_mask": truncations})
-            begun, _ = fresh.reset()
             assert rows(observations, 3, 5) == rows(begun, 0, 2)
         elif mode == "NextStep":
             observations, rewards, _, truncations, _ = envs.step([0] * 5)
-            begun, _ = fresh.reset()
             assert rows(observations, 3, 5) == rows(begun, 0, 2)
             assert rewards[3:].tolist() == [0, 0] and not truncations.any()
         observations, rewards, *_ = envs.step([1] * 5)
@@ -146,7 +142,7 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
         env_fns = [CountingEnv, partial(OnceEnv, pipe.path)]
         with ClusterEnv(env_fns, 2, worker_timeout=worker_timeout) as envs:
             envs.reset()
-            before = pid_of(1)
+            before = pid_of(envs, 1)
             with killing(pipe, number), at_most():
                 observations, rewards, terminations, truncations, _ = envs.step([0, 0])
             assert observations.tolist() == [[1], [0]] and rewards.tolist() == [1, 0]
@@ -165,7 +161,7 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
 def test_a_worker_that_is_stopped_as_soon_as_it_is_ready_is_replaced():
     def check(worker_timeout):
         with ClusterEnv([CountingEnv], 1, worker_timeout=worker_timeout) as envs:
-            os.kill(pid_of(0), signal.SIGSTOP)
+            os.kill(pid_of(envs, 0), signal.SIGSTOP)
             assert envs.reset()[0].tolist() == [[0]]
             assert len(envs.restarts) == 1
 
@@ -185,7 +181,7 @@ def test_workers_that_are_stopped_together_are_replaced_together():
             for _ in range(4):
                 envs.recv()
             for worker in (1, 2, 3):
-                os.kill(pid_of(worker), signal.SIGSTOP)
+                os.kill(pid_of(envs, worker), signal.SIGSTOP)
             chunks = 0
             while len(envs.restarts) < 3:
                 envs.send(4, 0)  # the other workers get no requests
@@ -206,7 +202,7 @@ def test_an_idle_worker_that_dies_is_replaced_while_another_is_asked(workers):
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.publish(CategoricalPolicy(linear(1, 2)))
         envs.reset()
-        kill(pid_of(1))
+        kill(pid_of(envs, 1))
         with at_most():
             while not envs.restarts or len(workers()) < 2:
                 envs.send(4, 0)
@@ -266,7 +262,7 @@ def losing_the_first_before_the_second_answers(envs, gate, seconds):
 
     def lose():
         time.sleep(seconds)
-        os.kill(pid_of(0), signal.SIGKILL)
+        os.kill(pid_of(envs, 0), signal.SIGKILL)
         wait_until(lambda: len(envs.restarts) == 1)
         gate.touch()
 
@@ -340,7 +336,7 @@ def test_a_worker_lost_in_a_call_and_the_attributes_set_before(pipe):
         envs.set_attr("length", [7, 8])
         envs.step([0, 0])
         with killing(pipe), at_most():
-            assert envs.call("pid") == (pid_of(0),) * 2
+            assert envs.call("pid") == (pid_of(envs, 0),) * 2
         assert envs.get_attr("length") == (7, 8)
         assert envs.step([0, 0])[3].tolist() == [True, True]
 
@@ -349,7 +345,7 @@ def test_a_lost_worker_that_is_reset_is_not_truncated():
     with ClusterEnv([CountingEnv] * 2, 2) as envs:
         envs.reset()
         envs.step([0, 0])
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         envs.call("pid")
         envs.reset()
         assert envs.step([0, 0])[3].tolist() == [False, False]
@@ -364,20 +360,20 @@ def test_an_episode_that_had_ended_is_not_truncated_again(mode):
         envs.reset()
         envs.step([0, 0])
         assert envs.step([0, 0])[3].tolist() == [True, False]
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         if mode == "Disabled":
             assert envs.reset(options={"reset_mask": np.array([True, False])})[0].tolist() == [
                 [0],
                 [2],
             ]
         observations, rewards, _, truncations, infos = envs.step([0, 0])
-        assert observations.tolist() == [[0], [2]] and rewards.tolist() == [0, 0]
-        # A row that the mask has reset is in a new episode, and its step is lost, too.
-        lost = [mode == "Disabled", True]
-        assert truncations.tolist() == infos["_worker_lost"].tolist() == lost
+        stepped = int(mode == "Disabled")  # the mask has begun the first row's next episode
+        assert observations.tolist() == [[stepped], [2]] and rewards.tolist() == [stepped, 0]
+        assert truncations.tolist() == infos["_worker_lost"].tolist() == [False, True]
         if mode == "Disabled":
             envs.reset(options={"reset_mask": truncations})
-            assert envs.step([0, 0])[0].tolist() == [[1], [1]]
+            observations, _, _, truncations, _ = envs.step([0, 0])
+            assert observations.tolist() == [[2], [1]] and truncations.tolist() == [True, False]
         else:
             assert envs.step([0, 0])[0].tolist() == [[1], [0]]
 
@@ -397,7 +393,7 @@ def test_a_step_that_times_out_on_a_loss_needs_a_reset(tmp_path):
         envs.reset()
         envs.step([0, 0])
         gate.unlink()
-        kill(pid_of(1))
+        kill(pid_of(envs, 1))
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
             envs.step_wait(timeout=0.1)
@@ -406,19 +402,6 @@ def test_a_step_that_times_out_on_a_loss_needs_a_reset(tmp_path):
             envs.step([0, 0])
         assert envs.reset()[0].tolist() == [[0], [0]]
         assert envs.step([0, 0])[0].tolist() == [[1], [1]]
-
-
-def test_a_row_that_is_reset_after_the_loss_loses_its_step_too():
-    with ClusterEnv(
-        [partial(CountingEnv, 2), partial(CountingEnv, 9)], 1, autoreset_mode="Disabled"
-    ) as envs:
-        envs.reset()
-        envs.step([0, 0])
-        assert envs.step([0, 0])[3].tolist() == [True, False]
-        kill(pid_of(0))
-        envs.reset(options={"reset_mask": np.array([True, False])})
-        _, _, _, truncations, infos = envs.step([0, 0])
-        assert truncations.tolist() == infos["worker_lost"].tolist() == [True, True]
 
 
 class BeginsEnv(CountingEnv):
@@ -432,10 +415,12 @@ def test_a_reset_by_a_mask_after_a_loss_keeps_the_infos_of_the_other_rows():
     with ClusterEnv([BeginsEnv] * 3, 1, autoreset_mode="SameStep") as envs:
         envs.reset()
         envs.step([0, 0, 0])
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         envs.reset(options={"reset_mask": np.array([False, True, False])})
-        infos = envs.step([0, 0, 0])[4]
-        assert infos["worker_lost"].all() and infos["begins"].tolist() == [True] * 3
+        observations, _, _, truncations, infos = envs.step([0, 0, 0])
+        lost = [True, False, True]
+        assert observations.tolist() == [[0], [1], [0]] and truncations.tolist() == lost
+        assert infos["final_info"]["worker_lost"].tolist() == infos["begins"].tolist() == lost
 
 
 class GlobalEnv(CountingEnv):
@@ -454,7 +439,7 @@ def test_a_replacement_does_not_repeat_its_predecessors_unseeded_episodes():
     with ClusterEnv([GlobalEnv], 1) as envs:
         envs.reset()
         ((before, _),) = envs.call("of_reset")
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         ((after, _),) = envs.call("of_reset")
         assert before != after
 
@@ -466,7 +451,7 @@ def test_a_replacement_gets_attributes_and_options_as_they_were_when_given():
         envs.set_attr("goal", goal)
         goal += 7
         options["level"] = 99
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         assert envs.get_attr("goal")[0].tolist() == [0, 0]
         assert envs.call("of_reset")[0][1] == {"level": 1}
 
@@ -477,7 +462,7 @@ def test_each_loss_draws_fresh_seeds_that_follow_from_the_users():
         with ClusterEnv([RANDOM] * 3, 2) as envs:
             envs.reset(seed=seed)
             for _ in range(2):
-                kill(pid_of(1))
+                kill(pid_of(envs, 1))
                 envs.step([0] * 3)
                 assert envs.get_attr("np_random_seed")[2:] == tuple(envs.restarts[-1]["seeds"])
             seeds.append([seed for restart in envs.restarts for seed in restart["seeds"]])
@@ -537,7 +522,7 @@ def test_rollouts_are_complete_whichever_worker_dies(overlap, workers):
         chunks = [[] for _ in range(5)]
         for number in range(9):
             if number % 3 == 1:
-                kill(pid_of(number % 2))
+                kill(pid_of(envs, number % 2))
             rollout = envs.rollout(policy, 20, overlap=overlap and number < 8)
             assert rollout.rewards.shape == (20, 5)
             assert rollout.policy_versions.min() >= number + (not overlap or number == 0)
@@ -562,7 +547,7 @@ def test_streaming_goes_on_whichever_worker_dies():
         for number in range(150):
             if number % 40 == 20:
                 with contextlib.suppress(ProcessLookupError, KeyError):  # it is being replaced
-                    kill(pid_of(number // 40 % 3))
+                    kill(pid_of(envs, number // 40 % 3))
             worker, chunk = envs.recv()
             received[worker] += 1
             for i, row in enumerate(chunk.rows):
@@ -584,7 +569,7 @@ def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
             envs.reset()
             for _ in range(2):
                 envs.send(4)
-            os.kill(pid_of(1), signal.SIGSTOP)
+            os.kill(pid_of(envs, 1), signal.SIGSTOP)
             worker, others, deadline = 0, 0, time.monotonic() + PATIENCE
             while not envs.restarts or worker == 0:
                 assert time.monotonic() < deadline
@@ -607,7 +592,7 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
             envs.reset(seed=1)
             for number in range(4):
                 if number in losses:
-                    kill(pid_of(1))
+                    kill(pid_of(envs, 1))
                 yield envs.rollout(policy, 8, overlap=overlap and number < 3).actions.tolist()
 
     expected = list(actions(()))
@@ -624,14 +609,14 @@ def test_processes_that_environments_start_end_with_their_worker(tmp_path):
     with ClusterEnv([ParentEnv], 1) as envs:
         envs.reset()
         (first,) = envs.get_attr("child")
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         (second,) = envs.get_attr("child")
         assert_ended([first])
     assert_ended([second])
 
 
 def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatch):
-    monkeypatch.setattr(supervisor, "LOOK_HERE_S", 0.001)
+    monkeypatch.setattr(supervision, "LOOK_HERE_S", 0.001)
     monkeypatch.setattr(pool, "PING_S", 0.001)
 
     def check(worker_timeout):
@@ -665,7 +650,7 @@ def test_a_replacement_and_the_others_come_to_act_on_the_same_version_again():
         policy = CategoricalPolicy(linear())
         envs.reset(seed=1)
         envs.rollout(policy, 50)
-        kill(pid_of(1))
+        kill(pid_of(envs, 1))
         change(policy, 0.02)
         versions = [envs.rollout(policy, 50).policy_versions.tolist()]
         while versions[-1][0] == 1 and len(versions) < 50:
@@ -744,26 +729,15 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_shortage_of_open_files_neither_ends_the_run_nor_disables_ctrl_c(caplog, workers):
-    arguments = {"max_worker_restarts": 1, "worker_timeout": HOUR, "startup_timeout": HOUR}
-    with ClusterEnv([CountingEnv] * 2, 2, **arguments) as envs:
-
-        def press():
-            wait_until(lambda: "worker 1 cannot be started" in caplog.text)
-            os.kill(os.getpid(), signal.SIGINT)
-
+def test_a_replacement_that_the_system_refuses_ends_the_run_with_the_reason():
+    with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=HOUR) as envs:
         envs.reset()
-        kill(pid_of(1))
-        thread = threading.Thread(target=press)
-        with no_more_files(), at_most(), pytest.raises(KeyboardInterrupt):
-            thread.start()
+        kill(pid_of(envs, 1))
+        text = "died: killed by SIGKILL; no replacement can be started: .*Too many open files"
+        with no_more_files(), at_most(), pytest.raises(WorkerDiedError, match=text):
             envs.step([0, 0])
-        thread.join()
-        assert "Too many open files" in caplog.text
-        envs.reset()
-        observations, _, _, truncations, _ = envs.step([0, 0])
-        assert observations.tolist() == [[1], [1]] and truncations.tolist() == [False, False]
-        assert [restart["worker"] for restart in envs.restarts] == [1] and len(workers()) == 2
+        with pytest.raises(WorkerDiedError, match="^worker 1 .* is gone$"):
+            envs.reset()
 
 
 # Too many lost workers.
@@ -811,7 +785,7 @@ def test_replacements_that_die_while_they_build_end_the_run(tmp_path, workers):
         [OnlyEnv], 1, max_worker_restarts=2, startup_timeout=HOUR, worker_timeout=HOUR
     ) as envs:
         envs.reset()
-        kill(pid_of(0))
+        kill(pid_of(envs, 0))
         with (
             at_most(),
             pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"),
@@ -838,7 +812,7 @@ def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
         envs.step_async([0, 0])
         envs.step_wait()
         gate.unlink()
-        kill(pid_of(1))
+        kill(pid_of(envs, 1))
         envs.step_async([0, 0])
         with pytest.raises(multiprocessing.TimeoutError, match="timed out"):
             envs.step_wait(timeout=0.1)
@@ -847,78 +821,9 @@ def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
     assert not workers()
 
 
-# More workers during a run.
-
-
-class LateLauncher(LocalLauncher):
-    """Keeps worker 1 in a queue until ``is_queued`` is False and the worker is started again."""
-
-    is_queued = True
-
-    def command(self, index):
-        queued = index == 1 and self.is_queued
-        return ["sleep", str(HOUR)] if queued else super().command(index)
-
-
-@pytest.mark.long
-def test_training_starts_with_few_workers_and_grows():
-    launcher = LateLauncher()
-    with ClusterEnv(
-        [RANDOM] * 5, 2, min_workers=1, launcher=launcher, startup_timeout=HOUR
-    ) as envs:
-        envs.publish(CategoricalPolicy(linear()))
-        observations, _ = envs.reset(seed=4)
-        reference = SyncVectorEnv([RANDOM] * 5)
-        expected, _ = reference.reset(seed=4)
-        assert observations.tolist() == [*expected[:3].tolist(), [0] * 3, [0] * 3]
-        envs.send(2)
-        for _ in range(3):
-            worker, chunk = envs.recv()
-            assert worker == 0 and chunk.rows.tolist() == [0, 1, 2]
-            envs.send(2, 0)
-        launcher.is_queued = False
-        launcher.kill(1)
-        launcher.start_worker(1)
-        deadline = time.monotonic() + PATIENCE
-        while worker == 0:
-            assert time.monotonic() < deadline
-            worker, chunk = envs.recv()
-            envs.send(2, worker)
-        assert chunk.rows.tolist() == [3, 4]
-        assert chunk.observations[0].tolist() == expected[3:].tolist()  # the seeds of its rows
-        assert envs.restarts == []
-
-
-def test_a_worker_that_is_building_when_the_others_are_reset_is_reset_too(tmp_path):
-    building, gate = tmp_path / "building", tmp_path / "gate"
-    env_fns = [RANDOM, partial(gated, building, gate, os.getpid())]
-    with ClusterEnv(env_fns, 2, min_workers=1, startup_timeout=HOUR) as envs:
-        while not building.exists():  # while it waits, the head answers the late worker's hello
-            envs.call_async("render")
-            with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
-                envs.call_wait(timeout=0.1)
-        envs.publish(CategoricalPolicy(linear()))
-        envs.reset(seed=4)
-        gate.touch()
-        envs.send(2, 1)
-        _, chunk = envs.recv(1)
-        expected, _ = SyncVectorEnv([RANDOM]).reset(seed=5)
-        assert chunk.observations[0].tolist() == expected.tolist()
-
-
-def gated(building, gate, head):
-    """Make an environment. In a worker, first write one file and wait for another one."""
-    if os.getpid() != head:
-        building.touch()
-        wait_until(gate.exists)
-    return RANDOM()
-
-
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"min_workers": 0}, "min_workers is 0: Expected `int` >= 1"),
-        ({"min_workers": 3}, "min_workers must be from 1 to num_workers, 2, got 3"),
         ({"max_worker_restarts": -1}, "max_worker_restarts is -1: Expected `int` >= 0"),
         (
             {"on_worker_loss": "cry"},

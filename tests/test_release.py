@@ -35,7 +35,7 @@ def test_the_pythons_that_are_tested_are_those_of_the_classifiers():
 
 def test_a_problem_report_asks_for_the_versions():
     body = read(".github/ISSUE_TEMPLATE/problem.yml")["body"]
-    label = "What does `python -m clusterenv_runtime --version` print?"
+    label = "What does `pip list` print, and which Python and system is it?"
     (asked,) = [each for each in body if each.get("attributes", {}).get("label") == label]
     assert asked["validations"]["required"]
 

@@ -1,223 +1,165 @@
-"""The orders that make a process a given worker, without processes."""
-
-import pickle
-import random
+"""The orders that make a process a given worker, and what its losses change, without processes."""
 
 import cloudpickle
 import numpy as np
 import pytest
 
-from clusterenv_runtime import Launcher
-from clusterenv_runtime.envs.large import LARGE, LargeArrays
-from clusterenv_runtime.envs.likeness import Likeness
-from clusterenv_runtime.head.recovery import Recovery, number_of_globals
-from clusterenv_runtime.head.requests import Request
-from clusterenv_runtime.head.worker import Episodes, Worker
+from clusterenv_runtime.messages import Call, Collect, CutOff, Reset, SetAttr, Setup, Structure
 from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.wire.protocol import (
-    Call,
-    Collect,
-    CutOff,
-    Reset,
-    SetAttr,
-    Setup,
-    Step,
-    Structure,
-)
 
-from .nets import store_in
-from .simulated import ACTIONS, SPACE
+from .simulated import CALL, Simulation
 
-RESET, PARTIAL, CALL = Reset(), Reset(partial=True), Call("name")
-COLLECT = Collect(5, 1, 0, 0.0, [])
-
-
-def large_arrays():
-    arrays = []
-    LargeArrays().collector(arrays)(pickle.PickleBuffer(bytes(LARGE)))
-    return arrays
-
-
-class Told:
-    """Two workers with two environments each, and their `Recovery`."""
-
-    def __init__(self):
-        self.workers = [
-            Worker(index, slice(2 * index, 2 * index + 2), b"setup", large_arrays())
-            for index in (0, 1)
-        ]
-        for worker in self.workers:
-            worker.episodes = Episodes.begun(np.zeros((2, 1), np.float32), 2)
-        self.worker = self.workers[1]
-        copies = [worker.copy for worker in self.workers]
-        self.store = store_in(copies, SPACE, ACTIONS)
-        self.likeness = Likeness.of_this_process(Launcher())
-        self.recovery = Recovery(SyncRule(), self.store, self.likeness)
-        self.seeds = [5, None, 7, None]
-
-    def reset(self, options=None):
-        self.recovery.reset(self.workers, self.seeds, options)
-
-    def unanswered(self, *messages):
-        return [
-            Request(seq, self.worker, message, (b"of it",), None)
-            for seq, message in enumerate(messages, 10)
-        ]
-
-    def orders(self, *messages):
-        """Return the orders for a process that becomes worker 1 and must answer these requests."""
-        return self.recovery.orders(self.worker, self.unanswered(*messages))
-
-    def lose(self, *messages):
-        self.recovery.lost(self.worker, "worker 1 died", self.unanswered(*messages))
+NOTHING = cloudpickle.dumps(None)
+RESET = Reset([None, None], NOTHING)
+PARTIAL = Reset([None, None], NOTHING, np.array([True, False]))
+STATE = {"workers": 2, "waiting_seconds": 0.0}
 
 
 @pytest.fixture
-def told():
-    told = Told()
-    yield told
-    told.recovery.close()
+def simulation():
+    """Return two workers with two environments each."""
+    return Simulation(2, size=2)
 
 
-def test_the_first_process_builds_its_environments_and_no_more():
-    random.seed("generators of no other ClusterEnv that is open")
-    told = Told()
-    ((seq, setup, (environments, rule, likeness, array)),) = told.orders()
-    assert (seq, setup) == (None, Setup(2, number_of_globals()))
-    assert (environments, array) == (b"setup", bytes(LARGE))
-    assert (pickle.loads(rule), pickle.loads(likeness)) == (SyncRule(), told.likeness)
-    told.recovery.close()
+def reset(simulation, seeds=(5, None, 7, None), options=NOTHING):
+    simulation.pool.note_reset(list(seeds), options)
 
 
-def test_a_process_gets_the_structure_then_attributes_then_the_reset_then_the_requests(told):
-    told.store.structure = b"structure"
-    told.recovery.attributes["name"] = [b"of worker 0", b"of worker 1"]
-    told.seeds = [5, 6, 7, 8]
-    told.reset({"option": 1})
-    _, structure, attribute, reset, call = told.orders(CALL)
-    assert structure == (None, Structure(), (b"structure",))
-    assert attribute == (None, SetAttr("name"), (b"of worker 1",))
-    assert not RESET.partial and reset == (
-        None,
-        RESET,
-        (cloudpickle.dumps(([7, 8], {"option": 1}, None)),),
-    )
-    assert call == (10, CALL, (b"of it",))
+def replaced(simulation, *requests, index=1):
+    """Lose a worker that must answer these requests. Return what its replacement hears."""
+    simulation.launcher.of[index].stopped = True
+    seqs = [simulation.ask(index, message=message)[0] for message in requests]
+    simulation.launcher.of[index].die()
+    number = len(simulation.pool.restarts)
+    simulation.pool.wait_until(lambda: len(simulation.pool.restarts) > number, simulation.ask(0))
+    simulation.gather(seqs)
+    simulation.call(index)
+    return simulation.launcher.of[index].heard[:-1]
+
+
+def noise_of(simulation):
+    state = simulation.pool.state_dict()
+    return {name: state[name] for name in ("seed", "rollouts", "restarts")}
+
+
+def test_the_first_process_builds_its_environments_and_no_more(simulation):
+    (setup,) = simulation.launcher.of[1].heard
+    assert type(setup) is Setup and (setup.first_row, setup.environments) == (2, b"setup")
+    assert setup.rule == SyncRule()
+
+
+def test_a_process_gets_the_structure_then_attributes_then_the_reset_then_the_requests(simulation):
+    simulation.store.structure = b"structure"
+    simulation.pool.attributes["name"] = [b"of worker 0", b"of worker 1"]
+    options = cloudpickle.dumps({"option": 1})
+    reset(simulation, [5, 6, 7, 8], options)
+    setup, structure, attribute, begin, call = replaced(simulation, CALL)
+    assert type(setup) is Setup and call == CALL
+    assert structure == Structure(b"structure")
+    assert attribute == SetAttr("name", b"of worker 1")
+    assert begin == Reset(simulation.workers[1].seeds, options)
 
 
 @pytest.mark.parametrize(
     ("asked", "own"), [([], True), ([CALL], True), ([PARTIAL], True), ([CALL, RESET], False)]
 )
-def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(told, asked, own):
-    told.reset()
-    told.lose(*asked)
-    orders = told.orders(*asked)
-    resets = [buffers for seq, message, buffers in orders if message == RESET and seq is None]
-    assert len(resets) == own
-    seeds = told.recovery.restarts[0]["seeds"]
-    assert seeds == told.worker.seeds
+def test_a_process_is_reset_with_fresh_seeds_unless_all_are_being_reset(simulation, asked, own):
+    reset(simulation)
+    heard = replaced(simulation, *asked)
+    assert len(heard) == 1 + own + len(asked)
+    seeds = simulation.pool.restarts[0]["seeds"]
+    assert seeds == simulation.workers[1].seeds
     assert (seeds == [7, None]) == (not own) and seeds[1] is None
     if own:  # a random seed where the user gave none
-        sent, _, _ = cloudpickle.loads(resets[0][0])
-        assert sent[0] == seeds[0] and sent[1] is not None
+        assert heard[1].seeds[0] == seeds[0] and heard[1].seeds[1] is not None
 
 
-def test_seeds_differ_after_each_loss_and_for_each_worker(told):
-    told.seeds = [5, 6, 5, 6]
-    told.reset()
-    drawn = []
-    for worker in told.workers * 2:
-        told.recovery.lost(worker, "died", [])
-        drawn.append(worker.seeds)
+def test_seeds_differ_after_each_loss_and_for_each_worker(simulation):
+    def drawn_by(simulation):
+        reset(simulation, [5, 6, 5, 6])
+        for _ in range(2):
+            for worker in simulation.workers:
+                replaced(simulation, index=worker.index)
+                yield worker.seeds
+
+    drawn = list(drawn_by(simulation))
     assert len(set(map(tuple, drawn))) == 4 and all(len(set(seeds)) == 2 for seeds in drawn)
-    again = Told()
-    again.seeds = told.seeds
-    again.reset()
-    again.recovery.lost(again.workers[0], "died", [])
-    assert again.workers[0].seeds == drawn[0]
+    assert list(drawn_by(Simulation(2, size=2))) == drawn
 
 
-def test_losses_are_logged_and_counted_for_each_worker(told, caplog):
-    told.lose()  # before the first reset
-    told.reset()
-    told.recovery.lost(told.workers[0], "worker 0 died", [])
-    told.worker.copy.held = 3
-    told.lose()
+def test_losses_are_logged_and_counted_for_each_worker(simulation, caplog):
+    replaced(simulation)  # before the first reset
+    reset(simulation)
+    replaced(simulation, index=0)
+    simulation.workers[1].copy.held = 3
+    replaced(simulation)
+    reasons = [restart["reason"] for restart in simulation.pool.restarts]
     assert [record.getMessage() for record in caplog.records] == [
-        "worker 1 died; another is started, replacement 1 of this worker",
-        "worker 0 died; another is started, replacement 1 of this worker",
-        "worker 1 died; another is started, replacement 2 of this worker",
+        f"{reason}; another is started, replacement {number} of this worker"
+        for reason, number in zip(reasons, (1, 1, 2), strict=True)
     ]
-    assert [(restart["worker"], restart["reason"]) for restart in told.recovery.restarts] == [
-        (1, "worker 1 died"), (0, "worker 0 died"), (1, "worker 1 died"),
-    ]  # fmt: skip
-    assert told.recovery.restarts[0]["seeds"] is None and told.worker.copy.held == 0
+    assert [restart["worker"] for restart in simulation.pool.restarts] == [1, 0, 1]
+    assert simulation.pool.restarts[0]["seeds"] is None and simulation.workers[1].copy.held == 0
 
 
-def test_steps_that_a_lost_process_did_not_answer_say_that_its_episodes_are_cut_off(told):
-    told.reset()
-    told.worker.episodes.ended = np.array([True, False])
-    told.lose(Step())
-    (_, _, _), (_, reset, _), (seq, message, buffers) = told.orders(Step())
-    assert (reset, seq, message) == (RESET, 10, CutOff())
-    seen, cut = cloudpickle.loads(buffers[0])
-    assert seen.tolist() == [[0], [0]] and cut.tolist() == [False, True]
-    told.reset()  # by the user, who then knows of the loss
-    *_, step = told.orders(Step())
-    assert step == (10, Step(), (b"of it",))
-    assert not told.worker.episodes.ended.any()
+def cut_off(heard):
+    return [(each.seen.tolist(), each.ended.tolist()) for each in heard if type(each) is CutOff]
 
 
-def test_before_a_reset_no_episode_can_be_lost(told):
-    told.lose()
-    assert told.worker.episodes.cut is None and told.worker.seeds is None
-    assert [type(message) for _, message, _ in told.orders()] == [Setup]
+def test_a_replacement_continues_with_what_the_user_saw_last(simulation):
+    worker = simulation.workers[1]
+    reset(simulation)
+    worker.seen, worker.ended = np.zeros((2, 1)), np.array([True, False])
+    heard = replaced(simulation, PARTIAL)
+    assert [type(each) for each in heard] == [Setup, CutOff, Reset, Reset]
+    assert cut_off(heard) == [([[0], [0]], [True, False])]
+    # The user's own reset begins all episodes.
+    assert cut_off(replaced(simulation, RESET)) == []
 
 
-def test_a_users_reset_seeds_the_noise_again_unless_its_seed_was_just_loaded(told):
-    for worker in told.workers:
-        worker.rollouts = 5
-    told.workers[1].rollouts = 7
-    told.reset()
-    assert told.recovery.state_dict(told.workers) == {"seed": 5, "rollouts": 0, "restarts": []}
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_the_user_sees_of_a_process_that_is_gone_by_now_is_cut_off(simulation, is_gone):
+    worker, seqs = simulation.workers[1], simulation.ask(1)
+    reset(simulation)
+    (request,) = simulation.pool.gather(seqs)
+    if is_gone:
+        replaced(simulation)
+    simulation.pool.note_seen(request, np.ones((2, 1)), np.array([False, True]))
+    simulation.call(1)
+    heard = simulation.launcher.of[1].heard
+    assert cut_off(heard) == [([[1], [1]], [False, True])] * is_gone
+    assert worker.seen.tolist() == [[1], [1]] and worker.ended.tolist() == [False, True]
+
+
+def test_before_a_reset_no_episode_can_be_lost(simulation):
+    assert [type(each) for each in replaced(simulation, CALL)] == [Setup, Call]
+    assert simulation.workers[1].seeds is None
+
+
+def test_a_users_reset_seeds_the_noise_again_unless_its_seed_was_just_loaded(simulation):
+    simulation.workers[0].rollouts, simulation.workers[1].rollouts = 5, 7
+    reset(simulation)
+    assert noise_of(simulation) == {"seed": 5, "rollouts": 0, "restarts": []}
     state = {"seed": 8, "rollouts": 7, "restarts": [{"worker": 1}]}
-    told.recovery.load_state_dict(told.workers, state)
+    simulation.pool.load_state_dict(simulation.pool.state_dict() | state)
     for _ in range(2):  # the first one may have failed
-        told.reset()
-        assert told.recovery.state_dict(told.workers) == state
-    assert [worker.rollouts for worker in told.workers] == [7, 7]
-    told.recovery.seed_noise(told.worker, Collect(5, 1, 0, 0.0, []))
-    told.reset()
-    assert told.recovery.state_dict(told.workers) == {
-        "seed": 5,
-        "rollouts": 0,
-        "restarts": [{"worker": 1}],
-    }
+        reset(simulation)
+        assert noise_of(simulation) == state
+    assert [worker.asked_rollouts for worker in simulation.workers] == [7, 7]
+    simulation.pool.seed_noise(simulation.workers[1], Collect(5, 1, 0, 0.0, []))
+    reset(simulation)
+    assert noise_of(simulation) == {"seed": 5, "rollouts": 0, "restarts": [{"worker": 1}]}
 
 
-def test_a_reset_without_a_seed_goes_on_with_the_noise(told):
-    told.workers[0].rollouts, before = 5, told.recovery.seed
-    told.recovery.reset(told.workers, [None] * 4, None)
-    assert told.recovery.state_dict(told.workers) == {"seed": before, "rollouts": 5, "restarts": []}
+def test_a_reset_without_a_seed_goes_on_with_the_noise(simulation):
+    simulation.workers[0].rollouts, before = 5, simulation.pool.seed
+    reset(simulation, [None] * 4)
+    assert noise_of(simulation) == {"seed": before, "rollouts": 5, "restarts": []}
 
 
-def rows(*values):
-    return np.array(values, np.float32)[:, None]
-
-
-def test_a_partial_reset_begins_the_episodes_of_its_rows():
-    episodes = Episodes(rows(1, 2), np.array([True, True]))
-    assert episodes.saw_reset(SPACE, rows(0, 2), np.array([True, False])).tolist() == [[0], [2]]
-    assert episodes.ended.tolist() == [False, True] and episodes.cut is None
-    assert episodes.seen.tolist() == [[0], [2]]
-
-
-def test_a_partial_reset_after_a_loss_settles_its_rows_and_shows_nothing_new_of_others():
-    episodes = Episodes.begun(rows(1, 2), 2)
-    episodes.lost()
-    assert episodes.cut.tolist() == [True, True]
-    # The replacement has begun both episodes.
-    assert episodes.saw_reset(SPACE, rows(5, 6), np.array([True, False])).tolist() == [[5], [2]]
-    assert episodes.cut.tolist() == [False, True] and episodes.seen.tolist() == [[5], [2]]
-    assert episodes.saw_reset(SPACE, rows(7, 8), np.array([False, True])).tolist() == [[7], [8]]
-    assert episodes.cut is None and episodes.step("actions")[0] == Step()
+@pytest.mark.parametrize("name", ["seed", "rollouts", "restarts", "waiting_seconds"])
+def test_a_state_without_a_number_is_refused(simulation, name):
+    state = simulation.pool.state_dict()
+    del state[name]
+    with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: KeyError: "):
+        simulation.pool.load_state_dict(state)

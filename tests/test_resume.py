@@ -66,6 +66,7 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
             tmp_path / "pipe"
         ) as pipe:  # the environment writes to it when its step of an hour begins
             pipe.readline()
+        wait_until(lambda: polls)  # on a busy machine, the head may not wait yet
         envs.interrupt()
         later.append(len(polls))
 

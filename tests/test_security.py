@@ -5,25 +5,23 @@ is not taken for a silent link.
 import contextlib
 import json
 import os
-import pickle
 import random
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, StartupError, WorkerDiedError
-from clusterenv_runtime.wire.buffers import MAX_FRAME
-from clusterenv_runtime.wire.protocol import PROTOCOL_VERSION, Hello, Reply, frames
-from clusterenv_runtime.wire.security import HeadKeys, WorkerKeys, read_key_file, write_key_file
+from clusterenv_runtime.messages import MAX_FRAME, PROTOCOL_VERSION, Hello, hello_frames
+from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file, write_key_file
 
 from .envs import CountingEnv
 from .machine import do_without, refusal_of_ipv6
@@ -31,7 +29,7 @@ from .nets import linear
 from .patience import PATIENCE, assert_ended, at_most, with_more_time
 from .scripts import ROOT
 from .test_fuzz import resident_bytes
-from .test_strangers import GARBAGE, drops
+from .test_strangers import GARBAGE, drops, unpickles
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +82,10 @@ def intruders(keys):
 
 
 @pytest.mark.parametrize("who", range(4))
-def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
+def test_an_intruder_is_not_heard(cluster, workers, caplog, monkeypatch, who):
     keys = read_key_file(flag_of(workers, "--key-file"))
     name, keys = list(intruders(keys).items())[who]
+    dropped = drops(monkeypatch)
     with zmq.Context() as context, context.socket(zmq.DEALER) as intruder:
         intruder.linger = 0
         if keys is not None:
@@ -101,7 +100,7 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
         with contextlib.suppress(zmq.Again):  # once it is refused
             for _ in range(5):
                 intruder.send_multipart(
-                    frames(None, Hello(PROTOCOL_VERSION, 0, name, 1, {})), zmq.NOBLOCK
+                    hello_frames(Hello(PROTOCOL_VERSION, 0, "intruder", 1, {})), zmq.NOBLOCK
                 )
         assert monitor.poll(PATIENCE * 1000)
         event = recv_monitor_message(monitor)["event"]
@@ -112,33 +111,12 @@ def test_an_intruder_is_not_heard(cluster, workers, caplog, who):
             step(cluster)
         assert not intruder.poll(0)
         intruder.disable_monitor()
-    assert name not in caplog.text
+    assert not dropped and "intruder" not in caplog.text
 
 
-class Bomb:
-    def __reduce__(self):
-        return os._exit, (7,)
-
-
-BOMBS = {
-    "a pickle": [[pickle.dumps(Bomb())], frames(1, Reply(None)) + [pickle.dumps(Bomb())]],
-    "a pickle as every frame": [[pickle.dumps(Bomb())] * 20],
-    "an object array": [
-        [*frames(seq, Reply(["array", 0, 0, "|O", [1]])), pickle.dumps(Bomb())]
-        for seq in range(200)
-    ],
-    "a terabyte": [
-        [*frames(seq, Reply(["array", 0, 0, "|S1", [2**40]])), b"x"] for seq in range(200)
-    ],
-    "a gigabyte of nothing": [
-        [*frames(seq, Reply(["array", 0, 0, "|S0", [2**30]])), b""] for seq in range(200)
-    ],
-}
-
-
-@pytest.mark.parametrize("messages", {**GARBAGE, **BOMBS}.values(), ids={**GARBAGE, **BOMBS})
+@pytest.mark.parametrize("messages", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_with_the_right_keys_changes_nothing(cluster, workers, monkeypatch, messages):
-    dropped = drops(monkeypatch)
+    dropped, unpickled = drops(monkeypatch), unpickles(monkeypatch)
     keys = read_key_file(flag_of(workers, "--key-file"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.sndhwm = stranger.linger = 0
@@ -149,6 +127,7 @@ def test_garbage_with_the_right_keys_changes_nothing(cluster, workers, monkeypat
         while len(dropped) < len(messages):
             step(cluster)
         assert not stranger.poll(0)
+    assert unpickled.isdisjoint(map(tuple, messages))
 
 
 def test_data_that_is_not_zeromq_changes_nothing(cluster, workers):
@@ -195,20 +174,18 @@ def test_a_worker_refuses_a_key_file_that_others_can_read_or_that_holds_no_keys(
     assert start_worker(path).startswith(f"error: {path} is not a worker's key file: ")
 
 
-@pytest.mark.parametrize("name", WorkerKeys.__struct_fields__)
+@pytest.mark.parametrize("name", [field.name for field in fields(WorkerKeys)])
 def test_a_key_has_40_characters(tmp_path, name):
     keys = HeadKeys.make()
-    for length in (39, 41, 40):
+    for length in (0, 35, 39, 41, 45, 40):
         path = tmp_path / f"key of {length}"
-        write_key_file(path, msgspec.structs.replace(keys.workers(), **{name: "x" * length}))
+        write_key_file(path, replace(keys.workers(), **{name: "x" * length}))
         if length == 40:
             assert getattr(read_key_file(path), name) == "x" * 40
             break
-        with pytest.raises(StartupError, match=f"is not a worker's key file: .*{name}"):
+        with pytest.raises(StartupError, match="is not a worker's key file: [^\n]*$"):
             read_key_file(path)
-    with pytest.raises(
-        StartupError, match="is not a head's key file: .*missing required field `server_secret`"
-    ):
+    with pytest.raises(StartupError, match="is not a head's key file: 'server_secret'"):
         read_key_file(path, HeadKeys)
     with pytest.raises(FileExistsError):
         write_key_file(path, keys)
@@ -220,24 +197,14 @@ EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"security": "tls"}, "security is 'tls': Invalid enum value 'tls', one of"),
         *(
             ({"bind_address": all_}, "bind_address must be one address, not all of them")
             for all_ in EVERYWHERE
         ),
         *(
-            ({"bind_address": odd}, "bind_address must be an IP address .*, got")
-            for odd in ("0", "0x0", "000.0.0.0", "lo")
+            ({"bind_address": odd}, "bind_address must be an IP address or one of the interfaces")
+            for odd in ("0", "0x0", "000.0.0.0", "nosuch0", "127.0.0.1 ", "tcp://127.0.0.1")
         ),
-        (
-            {"bind_address": "127.0.0.1", "security": "none"},
-            "security none on 127.0.0.1 would let whoever can reach the",
-        ),
-        (
-            {"interface": "lo", "security": "none"},
-            "security none on lo would let whoever .* execute code as you",
-        ),
-        ({"interface": "nosuch0"}, "interface must be one of lo, .*got nosuch0"),
         ({"worker_timeout": 0}, "worker_timeout is 0: Expected `float` > 0.0"),
     ],
 )
@@ -263,19 +230,23 @@ def test_a_head_that_cannot_listen_says_so():
         ClusterEnv([CountingEnv], 1, bind_address="192.0.2.1")
 
 
+@pytest.mark.parametrize("name", ["security", "allow_insecure"])
+def test_there_is_no_tcp_without_keys(workers, name):
+    before = workers()
+    with pytest.raises(TypeError, match=f"no option '{name}' any more: tcp is always encrypted"):
+        ClusterEnv([CountingEnv], 1, bind_address="127.0.0.1", **{name: "none"})
+    assert workers() == before
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("security", ["curve", "none"])
-def test_a_chosen_port_and_no_security_if_that_is_allowed(security):
+def test_an_interface_and_a_chosen_port():
     port = None
     # The port is below those that the kernel hands out, so nobody else takes it in between.
     while port is None:
         with contextlib.suppress(OSError), socket.socket() as free:
             free.bind(("127.0.0.1", number := random.SystemRandom().randrange(10_000, 32_000)))
             port = number
-    insecure = security == "none"
-    with ClusterEnv(
-        [CountingEnv] * 2, 2, interface="lo", port=port, security=security, allow_insecure=insecure
-    ) as envs:
+    with ClusterEnv([CountingEnv] * 2, 2, bind_address="lo", port=port) as envs:
         envs.reset()
         assert envs.step([0, 0])[1].tolist() == [1, 1]
         with socket.create_connection(("127.0.0.1", port)):

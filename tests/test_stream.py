@@ -15,10 +15,10 @@ import pytest
 from gymnasium import spaces
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout
+from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_runtime.script import stream
 from clusterenv_runtime.script.stream import chunks
-from clusterenv_runtime.wire.protocol import Collect
 
 from . import scripts
 from . import test_ppo_clusterenv as ppo
@@ -130,7 +130,7 @@ class Workers:
         self.done.append((worker, self.held_versions[worker]))
 
     def _pull(self, worker, asked):
-        if self.rule.wants_pull(self.held_versions[worker], Collect(1, asked, 0, 0.0, {}, 1)):
+        if self.rule.wants_pull(self.held_versions[worker], Collect(1, asked, 0, 0.0, [], 1)):
             self.held_versions[worker] = self.policy_version
 
     def send(self, num_steps, worker):

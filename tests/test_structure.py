@@ -14,19 +14,22 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the bottom up: a lower layer imports no higher one. `name/` is a whole folder.
 LAYERS = [
     ["errors"],
-    ["arrays/"],
-    ["wire/"],
-    ["policy/", "launchers/", "envs/"],
-    ["keys", "options", "rollout"],
+    ["arrays", "pickling"],
+    ["rollout"],
+    ["messages"],
+    ["security", "policy/"],
+    ["launchers/"],
+    ["options", "setup"],
+    ["keys"],
     ["head/", "worker/"],
     ["env"],
     ["__init__"],
-    ["__main__", "extras/"],
+    ["extras/"],
     ["script/learners/learners"],
     ["script/"],
 ]
 APART = {"head": "worker", "worker": "head"}  # side by side: neither imports the other
-FEW = 8  # files at the package's root, at most
+FEW = 11  # files at the package's root, at most
 
 
 def name_of(path):
@@ -104,7 +107,7 @@ def test_files_and_classes_are_small(path):
     # A script is one file by design, with a whole algorithm; so is the model, with all its rules.
     if path.name.endswith("_clusterenv.py") or path.name == "model.py":
         return
-    assert text.count("\n") <= 350
+    assert text.count("\n") <= 450
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef):
-            assert node.end_lineno - node.lineno < 250, node.name
+            assert node.end_lineno - node.lineno < 400, node.name

@@ -12,13 +12,13 @@ from gymnasium import spaces
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
-from clusterenv_runtime.arrays.trees import leaves
+from clusterenv_runtime.arrays import leaves
 from clusterenv_runtime.policy import tensors
 from clusterenv_runtime.policy.divergence import params_along
 from clusterenv_runtime.policy.sync import states_of_each_row
 from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy
 
-from .nets import change, linear, store_in
+from .nets import acted_by, change, linear, store_in
 from .test_parts import a_part
 
 SPACES = spaces.Box(-1, 1, (3,)), spaces.Discrete(3)
@@ -41,7 +41,7 @@ def test_the_first_version_is_1_and_a_worker_holds_no_known_version():
     (copy,), store = made()
     assert (store.version, store.bytes_sent, store.mismatches, store.structure) == (0, 0, 0, b"")
     assert store.publish(CategoricalPolicy(linear()))
-    assert (store.version, store.published.version, store.published.since) == (1, 1, 1)
+    assert (store.version, store.since) == (1, 1)
     assert (copy.held, copy.behavior, copy.measured, copy.divergence) == (0, 0, 0, math.inf)
 
 
@@ -91,17 +91,6 @@ def test_a_new_object_is_noticed_even_at_the_address_of_the_last_one():
         del policy.actor.scale
 
 
-def test_frozen_parameters_that_are_rounded_are_warned_of(caplog):
-    policy = CategoricalPolicy(linear())
-    policy.actor[0].bias.requires_grad_(False)
-    policy.exact = nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False)
-    _, store = made()
-    store.publish(policy)
-    store.publish(policy)
-    (text,) = caplog.messages
-    assert "the frozen parameter actor.0.bias rounded" in text and "make it a buffer" in text
-
-
 def publish_with_hook(store, policy):
     handle = policy.actor.register_forward_hook(leave)
     changed = store.publish(policy)
@@ -124,9 +113,8 @@ class CallsItsOwn(CategoricalPolicy):
 
 
 def test_a_policy_may_call_its_own_methods_in_any_way():
-    _, store = made()
-    assert store.publish(CallsItsOwn(linear()))
-    assert store.published.example["extras"]["greedy"].shape == (1,)
+    acted_on = acted_by(CallsItsOwn(linear()), np.zeros((2, 3), np.float32), num_steps=5)
+    assert acted_on["extras"]["greedy"].shape == (5, 2)
 
 
 def test_a_new_structure_discards_what_workers_hold_and_their_parts_of_the_last_one():
@@ -137,7 +125,7 @@ def test_a_new_structure_discards_what_workers_hold_and_their_parts_of_the_last_
     assert not store.publish(CategoricalPolicy(linear(seed=1)))
     assert (copy.held, copy.behavior, copy.measured) == (1, 1, 1) and 0 < copy.divergence < math.inf
     assert store.publish(CategoricalPolicy(nn.Linear(3, 3)))
-    assert store.published.since == 3
+    assert store.since == 3
     for _ in range(2):
         assert (copy.held, copy.behavior, copy.measured, copy.divergence) == (0, 0, 0, math.inf)
         assert copy.recent == [] and copy.weights is None
@@ -153,7 +141,7 @@ def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
     sizes = []
     for copy, times in zip(copies, (1, 2), strict=True):
         for _ in range(times):
-            _, buffers = store.pull(copy, copy.held)
+            buffers = store.pull(copy, copy.held).buffers
             sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
     state = store.state_dict()
     assert state == {"policy_version": 1, "workers": 2, "pulls": 3, "sync_bytes": sum(sizes)}
@@ -164,7 +152,7 @@ def test_pulls_and_bytes_are_counted_and_a_state_is_loaded():
     for copy in (*copies, *others):
         assert (copy.held, copy.weights) == (0, None)
     for each in (store, other):  # no worker has this structure
-        assert each.publish(policy) and each.version == each.published.since == 2
+        assert each.publish(policy) and each.version == each.since == 2
 
 
 def test_many_changes_of_the_structure_are_warned_of_once(caplog):
@@ -183,28 +171,34 @@ def test_many_changes_of_the_structure_are_warned_of_once(caplog):
     publish(MANY_CHANGES, changes=True)
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "the policy's structure changed 10 times, by its .extra, and workers got all"
+        "the policy's structure changed 10 times, and workers got all weights each time"
     )
 
 
-class WithoutKL(CategoricalPolicy):
-    def kl(self, behavior, params):
-        raise NotImplementedError("it has none")
+def no_divergence(behavior, params):
+    raise NotImplementedError("it has none")
 
 
-def test_without_a_divergence_nothing_is_measured_or_logged_unless_it_is_needed(caplog):
-    (copy,), store = made(needs_kl=False)
-    policy = WithoutKL(linear())
-    store.publish(policy)
-    store.acted(copy, acted(1))
-    store.publish(policy)
-    assert (copy.behavior, copy.measured, copy.divergence) == (1, 1, math.inf)
-    assert not caplog.records
-    _, store = made()
-    with pytest.raises(
-        ValueError, match="the policy has no KL divergence: .*; define its kl, or set sync_mode"
-    ):
+@pytest.mark.parametrize(
+    ("kl", "why"),
+    [
+        (no_divergence, "NotImplementedError: it has none"),
+        (lambda behavior, params: behavior[:1, 0], "RuntimeError: shape "),
+        (lambda behavior, params: torch.full((len(params),), math.nan), "it is nan"),
+        (lambda behavior, params: -torch.ones(len(params)), "it is -1.0"),
+    ],
+)
+def test_a_policy_without_a_divergence_is_warned_of_once_and_always_pulled(caplog, kl, why):
+    (copy,), store = made()
+    policy = CategoricalPolicy(linear())
+    policy.kl = kl
+    for version in (1, 2, 3):
         store.publish(policy)
+        assert copy.divergence == math.inf
+        store.acted(copy, acted(version))
+    assert (copy.behavior, copy.measured) == (3, 2)
+    (text,) = caplog.messages
+    assert text.startswith(f"worker 0's divergence could not be measured, so it pulls: {why}")
 
 
 def test_states_of_one_version_add_up_and_states_of_the_next_replace_them():

@@ -217,7 +217,7 @@ def test_each_mistake_is_a_one_line_error(tmp_path, monkeypatch, words, text, sa
 
 def test_a_reader_that_closes_the_pipe_is_no_error():
     name = "until_pipe_closes"
-    code = f"from clusterenv_runtime.errors import {name}\nwith {name}(): print(1)"
+    code = f"from clusterenv_runtime.script.output import {name}\nwith {name}(): print(1)"
     ours, theirs = os.pipe()
     os.close(ours)
     ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE)

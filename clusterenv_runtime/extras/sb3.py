@@ -8,20 +8,14 @@ PPO("MlpPolicy", envs).learn(100_000)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode
 from stable_baselines3.common.env_util import is_wrapped
-from stable_baselines3.common.vec_env.base_vec_env import (
-    VecEnv,
-    VecEnvIndices,
-    VecEnvObs,
-    VecEnvStepReturn,
-)
+from stable_baselines3.common.vec_env import VecEnv
 
 from ..env import ClusterEnv
 
@@ -44,13 +38,12 @@ class Numbered(gym.Wrapper):
         *results, info = self.env.step(action)
         return *results, {"info": [info]}
 
-    def call_of(
-        self, numbers: Sequence[int], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_of(self, numbers: Sequence[int], name: str, args: Any, kwargs: Any) -> Any:
         """Call a method if this environment is among ``numbers``. Otherwise return None."""
-        return self.env.get_wrapper_attr(name)(*args, **kwargs) if self.number in numbers else None
+        if self.number in numbers:
+            return self.env.get_wrapper_attr(name)(*args, **kwargs)
 
-    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+    def set_wrapper_attr(self, name: str, value: Any, **_: Any) -> bool:
         """Set an attribute on the environment itself, as SB3 does, and not on what it wraps."""
         setattr(self.env, name, value)
         return True
@@ -76,17 +69,10 @@ class ClusterVecEnv(VecEnv):
         self, env_fns: Sequence[Callable[[], gym.Env]], num_workers: int = 2, **options: Any
     ) -> None:
         numbered = [partial(Numbered, env_fn, number) for number, env_fn in enumerate(env_fns)]
-        self.envs = ClusterEnv(
-            numbered, num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **options
-        )
-        spaces = self.envs.single_observation_space, self.envs.single_action_space
-        try:
-            super().__init__(self.envs.num_envs, *spaces)
-        except BaseException:
-            self.envs.close()
-            raise
+        self.envs = envs = ClusterEnv(numbered, num_workers, autoreset_mode="SameStep", **options)
+        super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
 
-    def reset(self) -> VecEnvObs:
+    def reset(self) -> Any:
         """Reset all environments, with the seeds and options that were set before.
 
         Raises:
@@ -94,10 +80,7 @@ class ClusterVecEnv(VecEnv):
         """
         options = self._options[0]
         if any(other != options for other in self._options):
-            raise ValueError(
-                f"all environments are reset with the same options, got {self._options}"
-            )
-        observations: VecEnvObs
+            raise ValueError("all environments are reset with the same options")
         observations, infos = self.envs.reset(seed=list(self._seeds), options=options or None)
         self.reset_infos = self._of_each(infos)
         self._reset_seeds()
@@ -108,15 +91,14 @@ class ClusterVecEnv(VecEnv):
         """Request a step of all environments."""
         self.envs.step_async(actions)
 
-    def step_wait(self) -> VecEnvStepReturn:
+    def step_wait(self) -> Any:
         """Return observations, float32 rewards, ends of episodes, and each environment's info."""
         observations, rewards, terminations, truncations, found = self.envs.step_wait()
         dones = terminations | truncations
         infos, finals = self._of_each(found), self._of_each(found.get("final_info", {}))
         for number in np.flatnonzero(dones):
             self.reset_infos[number] = infos[number]
-            final = found["final_obs"][number]
-            infos[number] = {**finals[number], "terminal_observation": final}
+            infos[number] = finals[number] | {"terminal_observation": found["final_obs"][number]}
         for number in np.flatnonzero(found.get("worker_lost", [])):
             infos[number]["worker_lost"] = True
         for info, terminated, truncated in zip(infos, terminations, truncations, strict=True):
@@ -127,36 +109,30 @@ class ClusterVecEnv(VecEnv):
         """End the workers."""
         self.envs.close()
 
-    def get_images(self) -> Sequence[np.ndarray | None]:
+    def get_images(self) -> Any:
         """Return what each environment renders."""
         return self.envs.render()
 
-    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
+    def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """Return an attribute of the selected environments, if `ClusterEnv.call` can return it."""
         return self.env_method("get_wrapper_attr", attr_name, indices=indices)
 
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
+    def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
         """Set an attribute of the selected environments."""
-        if set(self._numbers(indices)) == set(range(self.num_envs)):
+        if len({*self._numbers(indices)}) == self.num_envs:
             self.envs.set_attr(attr_name, [value] * self.num_envs)  # also on replacements
         else:
             self.env_method("__setattr__", attr_name, value, indices=indices)
 
     def env_method(
-        self,
-        method_name: str,
-        *method_args: Any,
-        indices: VecEnvIndices = None,
-        **method_kwargs: Any,
+        self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
     ) -> list[Any]:
         """Call a method of the selected environments."""
         numbers = self._numbers(indices)
         results = self.envs.call("call_of", numbers, method_name, method_args, method_kwargs)
         return [results[number] for number in numbers]
 
-    def env_is_wrapped(
-        self, wrapper_class: type[gym.Wrapper], indices: VecEnvIndices = None
-    ) -> list[bool]:
+    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: Any = None) -> list[bool]:
         """Return whether each of the selected environments is wrapped by this class."""
         wrapped = self.envs.call("is_wrapped_by", wrapper_class)
         return [wrapped[number] for number in self._numbers(indices)]
@@ -165,6 +141,6 @@ class ClusterVecEnv(VecEnv):
         """Return each environment's info, which `Numbered` has put into a list."""
         return [found[0] if found else {} for found in infos.get("info", [None] * self.num_envs)]
 
-    def _numbers(self, indices: VecEnvIndices) -> list[int]:
-        numbers: Iterable[int] = self._get_indices(indices)
-        return [range(self.num_envs)[number] for number in numbers]  # numbers may be negative
+    def _numbers(self, indices: Any) -> list[int]:
+        # Numbers may be negative.
+        return [range(self.num_envs)[number] for number in self._get_indices(indices)]

@@ -1,65 +1,103 @@
-"""All workers as one pool: sends requests, waits for responses, and has dead workers replaced."""
+"""All workers as one pool: requests, messages, waiting, and the replacement of dead processes.
+
+A request is numbered and kept until its response comes. A process sends `Hello`, and gets the
+orders that make it a worker, then all requests that the process before it had not answered, in the
+same order and with the same ``seq``. It answers each once, and may pull weights before that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from ..errors import DeadlineError, WorkerDiedError
-from ..wire.protocol import Close, Message, Ping
-from .interrupts import Interrupt, hold_ctrl_c, let_go_of_ctrl_c
-from .messenger import Messenger
-from .requests import Request
-from .worker import CONNECTED, State, Worker
+import numpy as np
+
+from .. import messages
+from ..errors import (
+    DeadlineError,
+    EnvError,
+    Interrupted,
+    ProtocolError,
+    StartupError,
+    WorkerDiedError,
+    one_line,
+    printable,
+)
+from ..messages import Message, Part
+from ..pickling import load_exception, space_form, to_frames
+from ..policy.sync import SyncRule
+from ..policy.versions import PolicyStore
+from ..setup import Process as Preparation
+from .recovery import Recovery, Request
+from .transport import Received, Transport
+from .workers import CONNECTED, State, Supervisor, Worker
 
 logger = logging.getLogger(__name__)
-waits = logging.getLogger(f"{__name__}.waits")
+waits = logging.getLogger(f"{__name__}.waits")  # its lines are progress
 SAY_S = 5.0  # how often a long wait is logged
 PING_S = 1.0  # how often the head checks that it can reach its workers
-NOTICE_S = 3.0  # after this time `close` tells the user for which workers it waits
 LEAVE_S = 3.0  # how long a process may take to end once its environments are closed
 
 
-class WorkerPool:
+class Pool(Recovery):
     """The workers of one head. The pool works only in the thread that waits, and while it waits.
 
-    A replacement first gets the orders of `Recovery`. Then it gets all requests that the lost
-    process had not answered, in the same order and with the same ``seq``.
+    Args:
+        supervisor: watches the workers' processes.
+        transport: the head's socket.
+        store: the policy's versions.
+        rule: the rule by which workers pull.
+        preparation: what workers take over from this process.
+        allowed: classes that workers' values may have, see `ClusterEnv`.
     """
 
-    def __init__(self, messenger: Messenger) -> None:
-        self._messenger = messenger
-        self._supervisor = messenger.supervisor
-        self._requests = messenger.requests
-        self._clock = messenger.supervisor.clock
-        self.workers = messenger.supervisor.workers
-        self.failures = messenger.failures
-        self.interrupt = Interrupt()
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        transport: Transport,
+        store: PolicyStore,
+        rule: SyncRule,
+        preparation: Preparation,
+        allowed: tuple[type, ...],
+    ) -> None:
+        super().__init__(supervisor.workers, store, rule, preparation)
+        self.clock = supervisor.clock
+        self.is_closed = False
+        self.interrupt: Interrupted | None = None  # the error that the next wait raises
+        self.environments: dict[str, Any] = {}  # what the first worker says, `WorkerEnvs.describe`
+        self._supervisor = supervisor
+        self._transport = transport
+        self._allowed = allowed
         self._next_ping = 0.0
-        self._is_closed = False
+        self._inbox = deque[Received]()
+        self._by_identity: dict[bytes, Worker] = {}  # includes former processes
+        self._seqs = itertools.count(1)
+        self.answered: dict[int, Request] = {}  # by seq, in the order of the responses
+        # Errors that the user has not seen yet, with their texts.
+        self.errors: list[tuple[str, messages.Error]] = []
+        self.to_reset = set[int]()  # workers whose environments need a reset after an error
 
-    def start(self, min_workers: int) -> None:
-        """Start all workers. Return once ``min_workers`` of them have built their environments."""
-        self._supervisor.start(all_must_start=min_workers == len(self.workers))
+    def start(self) -> None:
+        """Start all workers, and wait until they have built their environments."""
+        self._supervisor.start()
+        self._wait(lambda: self.errors or not self._supervisor.all_must_start)
 
-        def enough_are_ready() -> Any:
-            ready = sum(worker.process.state == State.READY for worker in self.workers)
-            return self.failures.untold or ready >= min_workers
-
-        self._wait(enough_are_ready)
-
-    def ask(self, worker: Worker, message: Message, *buffers: Any) -> int:
-        """Make a request to a worker, and return its ``seq``. `exchange` sends the request.
+    def ask(self, worker: Worker, message: Message) -> int:
+        """Make a request to a worker, and return its ``seq``.
 
         Raises:
             WorkerDiedError: the worker is gone and will not be replaced.
         """
         self.require(worker)
-        seq = self._requests.add(worker, message, buffers)
-        self._messenger.post(worker, seq, message, *buffers)
+        seq = next(self._seqs)
+        self.outstanding[seq] = Request(seq, worker, message)
+        self.post(worker, message, seq)
         return seq
 
     def require(self, *workers: Worker) -> None:
@@ -68,21 +106,30 @@ class WorkerPool:
             if worker.process.state == State.ENDED:
                 raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
 
-    def exchange(self) -> None:
-        """Send the requests that were made."""
-        self._messenger.exchange()
+    def post(self, worker: Worker, message: Message, seq: int | None = None) -> None:
+        """Send a message if the worker is connected. Otherwise it comes with its orders."""
+        if worker.process.state in CONNECTED:
+            frames = to_frames((seq, message))
+            if not self._transport.send(worker.process.identity, frames):
+                self._supervisor.lose(worker)
 
     def settle(self, seqs: Collection[int], timeout: float | None = None) -> None:
         """Wait until all of these requests have a response.
 
         Raises:
             DeadlineError: ``timeout`` seconds have passed.
-            Interrupted, KeyboardInterrupt: the wait was interrupted.
+            Interrupted: the wait was interrupted.
             WorkerDiedError: a worker is gone and will not be replaced.
-            EnvError: an environment raised an exception. If this process knows its class, or a base
-                of it, that exception is raised instead, with this error as its cause.
+            Exception: an environment raised it, with an `EnvError` as its cause.
         """
-        self._wait(lambda: self._requests.are_settled(seqs), timeout)
+        rest = deque(seqs)
+
+        def are_settled() -> bool:
+            while rest and rest[0] not in self.outstanding:
+                rest.popleft()
+            return not rest
+
+        self._wait(are_settled, timeout)
 
     def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
         """Wait until all of these requests have a response, see `settle`, and return them.
@@ -91,25 +138,19 @@ class WorkerPool:
         """
         try:
             self.settle(seqs, timeout)
-            return [self._requests.answered.pop(seq) for seq in seqs]
+            return [self.answered.pop(seq) for seq in seqs]
         except BaseException:
-            self._requests.forget(seqs)
+            self.forget(seqs)
             raise
 
     def first(self, seqs: Collection[int]) -> Request:
         """Wait for a response to any of these requests. Return the first that has one."""
-        self.wait_until(lambda: self._requests.first_answered(seqs) is not None, seqs)
-        return self._requests.answered.pop(self._requests.first_answered(seqs))
 
-    def forget(self, seqs: Iterable[int]) -> None:
-        """Give up these requests: drop their responses, and errors that do not end anything."""
-        self._requests.forget(seqs)
+        def answered() -> int | None:
+            return next((seq for seq in self.answered if seq in seqs), None)
 
-    def outstanding(self, seqs: Iterable[int]) -> list[int]:
-        """Return the requests that have no response yet. Drop the responses to the others."""
-        waiting = [seq for seq in seqs if seq in self._requests.outstanding]
-        self._requests.forget(set(seqs) - set(waiting))
-        return waiting
+        self.wait_until(lambda: answered() is not None, seqs)
+        return self.answered.pop(answered())
 
     def wait_until(self, done: Callable[[], Any], seqs: Collection[int]) -> None:
         """Serve the workers until ``done`` holds, an error comes, or all ``seqs`` have a response.
@@ -117,109 +158,269 @@ class WorkerPool:
         Messages are handled once even if ``done`` already holds, because a worker may be waiting
         for weights. This method raises the errors of `settle`.
         """
-        self._wait(lambda: done() or self.failures.untold or self._requests.are_settled(seqs))
+        self._wait(lambda: done() or self.errors or self.outstanding.keys().isdisjoint(seqs))
         if not done():
             self.require(*self.workers)
 
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Give up these requests: drop their responses, and errors that do not end anything."""
+        for seq in seqs:
+            self.outstanding.pop(seq, None)
+            self.answered.pop(seq, None)
+
+    def raise_errors(self) -> None:
+        """Raise the last error that the user has not seen, and log the others."""
+        if not self.errors:
+            return
+        (*others, (text, error)), self.errors = self.errors, []
+        for other, _ in others:
+            logger.error("%s", other)
+        cause = EnvError(text)
+        exception = None
+        if error.exception is not None:
+            exception = load_exception(error.exception, self._allowed)
+        if exception is None:
+            raise cause
+        raise exception from cause
+
+    def _describe_error(self, worker: Worker, error: messages.Error) -> str:
+        where = "the policy or an environment" if error.env is None else f"environment {error.env}"
+        text, trace = (
+            "\n".join(printable(line, len(line)) for line in each.split("\n"))
+            for each in (error.text, error.traceback)
+        )
+        return (
+            f"{where} on {self._supervisor.describe(worker)} raised {printable(error.kind)}: "
+            f"{text}\n\n{trace}"
+        )
+
+    # Waiting.
     def _wait(self, done: Callable[[], Any], timeout: float | None = None) -> None:
-        """Exchange messages and supervise until ``done`` holds, then raise the errors that came."""
-        began = self._clock()
+        """Serve and supervise workers until ``done`` holds, then raise the errors that came."""
+        began = self.clock()
         deadline = math.inf if timeout is None else began + timeout
-        next_word = began + SAY_S
-        try:
+        next_notice = began + SAY_S
+        with self.closing_on_ctrl_c():
             while True:
                 until = -math.inf if done() else min(deadline, self._supervisor.next_look)
-                self._serve(max(until - self._clock(), 0))
-                if self._clock() >= self._supervisor.next_look:
-                    self._supervise()
-                self.interrupt.raise_requested()
+                self._serve(max(until - self.clock(), 0))
+                now = self.clock()
+                if now >= self._supervisor.next_look:
+                    self._supervise(now)
+                self._raise_interrupt()
                 if done():
                     break
-                if self._clock() >= next_word:
-                    next_word += SAY_S
-                    text = "waiting for %d of %d workers"
-                    waits.info(text, len(self._late), len(self.workers))
-                if self._clock() >= deadline:
+                if now >= next_notice:
+                    next_notice += SAY_S
+                    waits.info("waiting for %d of %d workers", len(self._late), len(self.workers))
+                if now >= deadline:
                     names = ", ".join(map(self._supervisor.describe, self._late))
                     raise DeadlineError(f"No response from {names}")
-        finally:
-            if self._messenger.outbox:  # weights, for example, that a worker waits for
-                self.exchange()
-        self.failures.raise_untold()
+        self.raise_errors()
+
+    @contextlib.contextmanager
+    def closing_on_ctrl_c(self) -> Iterator[None]:
+        """Close the pool if Ctrl-C comes in the block, whose work would then be half done."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close(LEAVE_S)
+            raise
+
+    def _raise_interrupt(self) -> None:
+        if (error := self.interrupt) is not None:
+            self.interrupt = None
+            raise error
 
     @property
     def _late(self) -> list[Worker]:
         """The workers that are not ready, or have not answered a request."""
-        at_rest = State.READY, State.ENDED
+        busy = {request.worker.index for request in self.outstanding.values()}
         return [
             worker
             for worker in self.workers
-            if self._requests.of(worker) or worker.process.state not in at_rest
+            if worker.index in busy or worker.process.state not in (State.READY, State.ENDED)
         ]
 
     def _serve(self, seconds: float) -> None:
-        self._messenger.exchange(0 if self._messenger.inbox else seconds)
-        while self._messenger.inbox:
-            self._messenger.handle_next()
-            self.interrupt.raise_requested()
+        self._inbox += self._transport.receive(0 if self._inbox else seconds)
+        while self._inbox:
+            self._handle(*self._inbox.popleft())
 
-    def _supervise(self) -> None:
-        hold_ctrl_c()  # repeatedly, because a notebook restores Python's handler for each cell
-        if self._clock() > self._next_ping:
-            self._next_ping = self._clock() + PING_S
+    def _supervise(self, now: float) -> None:
+        if now > self._next_ping:
+            self._next_ping = now + PING_S
             for worker in self.workers:
-                self._messenger.post(worker, None, Ping())
+                is_connected = worker.process.state in CONNECTED
+                if is_connected and not self._transport.has_pulse(worker.process.identity):
+                    self._supervisor.lose(worker)
         for worker, reason in self._supervisor.look():
             # A scheduler that ends a job may signal the head and its workers at the same time.
-            self.interrupt.raise_requested()
+            self._raise_interrupt()
             if worker.process.identity is not None:
-                self._messenger.transport.forget(worker.process.identity)
-            self._messenger.transport.restore()
+                self._transport.forget(worker.process.identity)
             try:
+                if not os.path.exists(self._transport.directory):
+                    raise WorkerDiedError(
+                        f"{reason}; no replacement can connect, because "
+                        f"{self._transport.directory} was removed"
+                    )
                 self._supervisor.replace(worker, reason)
             except WorkerDiedError:
-                self._requests.forget_worker(worker)
+                self._supervisor.end(worker, "lost")
+                self.forget([request.seq for request in self._requests_of(worker)])
                 raise
-            self._messenger.recovery.lost(worker, reason, self._requests.of(worker))
+            self._note_loss(worker, reason)
 
     def close(self, timeout: float) -> None:
         """Close every worker within about ``timeout`` seconds, by force if necessary.
 
         Safe to call twice.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
-        self._messenger.recovery.close()
-        deadline = self._clock() + timeout
+        self.is_closed = True
+        deadline = self.clock() + timeout
         with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed repeatedly
-            in_the_end.callback(let_go_of_ctrl_c)
-            in_the_end.callback(self._messenger.transport.close)
+            in_the_end.callback(self._transport.close)
             in_the_end.callback(
-                lambda: self._supervisor.stop(min(max(deadline - self._clock(), 0), LEAVE_S))
+                lambda: self._supervisor.stop(min(max(deadline - self.clock(), 0), LEAVE_S))
             )
-            for worker in self.workers:
-                self._messenger.post(worker, None, Close())
-            self.exchange()
-            notice = self._clock() + NOTICE_S
+            connected = [each for each in self.workers if each.process.state in CONNECTED]
+            for worker in connected:
+                self.post(worker, messages.Close())
             # The socket stays open until the workers have left: a worker whose link breaks before
             # it has read `Close` ends as if the head had failed.
-            while self._clock() < deadline and self._connected:
-                self._messenger.exchange(0.01)
-                for worker in self.workers:
-                    self._messenger.post(worker, None, Ping())
-                if self.interrupt.is_ctrl_c:
-                    deadline = self._clock()
-                if self._clock() >= notice:
-                    notice = math.inf
-                    names = ", ".join(map(self._supervisor.describe, self._connected))
-                    text = "waiting up to %g s for environments to close: %s"
-                    logger.warning(text, timeout, names)
-            if timeout > 0:
-                for worker in self._connected:
-                    text = "%s is killed before its environments are closed"
-                    logger.warning(text, self._supervisor.describe(worker))
+            while connected and self.clock() < deadline:
+                self._transport.receive(max(0.01, len(connected) / 10_000))
+                connected = [
+                    worker
+                    for worker in connected
+                    if self._transport.send(worker.process.identity, messages.PING)
+                ]
 
-    @property
-    def _connected(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.process.state in CONNECTED]
+    # Messages from workers.
+    def _handle(self, identity: bytes, frames: list[Any]) -> None:
+        worker = self._by_identity.get(identity)
+        if worker is None:
+            return self._meet(identity, frames)
+        process = worker.process
+        is_current = identity == process.identity and process.state != State.ENDED
+        if not is_current or process.is_refused or len(frames) == 1:  # a repeated hello
+            return None
+        process.heard = self.clock()
+        try:
+            seq, message = messages.read_worker(frames, self._allowed)
+        except ProtocolError as error:
+            return self._refuse(worker, f"it sent a {error}")
+        match message:
+            case messages.Built():
+                self._supervisor.note_built(worker)
+            case messages.Pull() if self.store.weights:
+                # Also for a request that was given up, because the worker waits anyway.
+                self.post(worker, self.store.pull(worker.copy, message.version), seq)
+            case messages.Error():
+                self._take_error(worker, seq, message)
+            case messages.Reply() if process.state == State.BUILDING:  # to `Setup`
+                self._take_built(worker, message.value)
+            case messages.Reply() | Part():
+                self._take_response(worker, seq, message)
+
+    def _meet(self, identity: bytes, frames: list[Any]) -> None:
+        """Send a new process its orders if it says hello. Drop the message of a stranger."""
+        try:
+            hello = messages.read_hello(frames)
+        except ProtocolError as error:
+            return self._transport.drop(f"a stranger's message: {printable(str(error))}")
+        is_index = 0 <= hello.index < len(self.workers)
+        worker = self.workers[hello.index] if is_index else None
+        if worker is None or worker.process.state != State.STARTING:
+            return self._transport.drop(
+                f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index} is expected"
+            )
+        self._by_identity[identity] = worker
+        self._supervisor.note_hello(worker, identity, hello.host, hello.pid)
+        if (mismatch := messages.mismatch(hello)) is not None:
+            if self._supervisor.all_must_start:
+                raise StartupError(f"{self._supervisor.describe(worker)} {mismatch}")
+            return self._refuse(worker, f"it {mismatch}")
+        for message in self._orders(worker):
+            self.post(worker, message)
+        for request in self._requests_of(worker):
+            self.post(worker, request.message, request.seq)
+
+    def _take_error(self, worker: Worker, seq: int | None, error: messages.Error) -> None:
+        if seq in self.outstanding or error.ends:
+            self.errors.append((self._describe_error(worker, error), error))
+            self.forget([seq])
+        else:
+            self._transport.drop(
+                f"an error of worker {worker.index}, not waited for: {printable(error.text)}"
+            )
+        if error.fatal:  # nothing is left to reset
+            self.to_reset.discard(worker.index)
+            self._supervisor.end(worker, "shut down after its error")
+        elif error.ends:
+            self.to_reset.add(worker.index)
+        if error.ends:  # none of its other requests will be answered
+            self.forget([request.seq for request in self._requests_of(worker)])
+
+    def _take_response(self, worker: Worker, seq: int | None, response: Any) -> None:
+        request, process = self.outstanding.get(seq), worker.process
+        if request is None or request.worker is not worker:
+            return  # it was given up, or is one of the orders
+        asked = request.message
+        try:
+            if isinstance(asked, messages.Collect):
+                space = self.environments["observation_space"]
+                response.check(space, asked.num_steps, worker.num_envs)
+            else:
+                response, request.dropped = response.value, response.dropped
+        except Exception as error:  # a worker may send anything
+            return self._refuse(worker, f"its response was wrong: {one_line(error)}")
+        # A step may only show the end of lost episodes, or reset environments that have ended.
+        has_stepped = isinstance(asked, messages.Collect | messages.Evaluate) or (
+            isinstance(asked, messages.Step) and not process.is_cut_off and not worker.ended.all()
+        )
+        if has_stepped:
+            worker.losses = 0
+        if isinstance(asked, messages.Step | messages.Collect):
+            process.is_cut_off = False
+        request.response, request.process = response, process
+        del self.outstanding[seq]
+        if request.is_awaited:
+            self.answered[seq] = request
+
+    def _take_built(self, worker: Worker, built: Any) -> None:
+        """Take what a worker says about its environments. They must match the other workers'."""
+        names, ours = ("observation_space", "action_space"), self.environments or built
+        try:
+            if not self.environments:
+                self.store.act_in(*(built[name] for name in names))
+            texts = [
+                f"an environment's {name} is {built[name]}, another's is {ours[name]}"
+                for name in names
+                if space_form(built[name]) != space_form(ours[name])
+            ]
+        except Exception as error:  # a worker may send anything
+            return self._refuse(worker, f"its spaces were wrong: {one_line(error)}")
+        if texts:
+            self.post(worker, messages.Close())
+            self._supervisor.end(worker, "shut down because its spaces differ")
+            raise RuntimeError(f"{texts[0]}: all must be alike")
+        self.environments = ours
+        self._supervisor.note_ready(worker)
+
+    def _refuse(self, worker: Worker, text: str) -> None:
+        self.post(worker, messages.Close())
+        self._supervisor.refuse(worker, text)
+
+    def note_seen(self, request: Request, seen: Any, ended: np.ndarray) -> None:
+        """Note what the user now sees of a worker's environments.
+
+        If the process that responded is gone, the next step truncates these episodes.
+        """
+        worker = request.worker
+        worker.seen, worker.ended = seen, ended
+        if request.process_is_gone:
+            self.post(worker, messages.CutOff(seen, ended))

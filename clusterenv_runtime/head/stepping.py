@@ -1,271 +1,358 @@
-"""Gymnasium's vector API on workers, with actions from the head.
-
-Each call is one request to each worker.
-"""
+"""Gymnasium's vector API on workers, with actions from the head."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import NoAsyncCallError, ResetNeeded
-from gymnasium.spaces import Box, MultiDiscrete
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.async_vector_env import AsyncState
-from gymnasium.vector.utils import create_empty_array, iterate
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+    ResetNeeded,
+)
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, create_empty_array
 
-from ..arrays.trees import map_space
-from ..envs.blueprint import Blueprint
+from ..arrays import map_space
 from ..errors import DeadlineError, printable
-from ..wire.protocol import Call, Message, Reset, SetAttr
-from .requests import reset_needed
-from .responses import OpenedReply
-from .start import Head
-from .worker import Episodes, Worker
-
-Infos = list[tuple[int, dict[str, Any]]]  # (environment, info)
+from ..messages import Call, Message, Reset, SetAttr, Step
+from .pool import Pool
+from .workers import Worker
 
 
-class Stepper:
-    """The call that is under way, and the results made from the responses.
+class SteppedEnv(VectorEnv):
+    """A vector environment that equals ``SyncVectorEnv`` step for step.
 
-    Args:
-        head: the workers, and the orders for their replacements.
-        blueprint: the environments.
-        copy: whether each batch of observations consists of fresh arrays.
+    Like ``AsyncVectorEnv``, it also splits calls into halves, ``..._async`` and ``..._wait``.
     """
 
-    def __init__(self, head: Head, blueprint: Blueprint, copy: bool) -> None:
-        self._pool = head.pool
-        self._recovery = head.recovery
-        self._blueprint = blueprint
-        self._space = blueprint.layout.single_observation_space
-        self._copy = copy
-        self._under_way = AsyncState.DEFAULT
-        self._seqs: list[int] = []  # the requests of the call under way
-        self._behind: list[int] = []  # requests for which nobody waits
-        self._mask: np.ndarray | None = None  # the mask of the reset under way; None for all
+    _pool: Pool
+    _close_timeout: float
+    _pid: int  # of the process that made this environment
+    _finalizer: weakref.finalize[Any, Any]
+
+    def _set_spaces(self, num_envs: int, first_row: int, copy: bool) -> None:
+        """Set the attributes that follow from what the workers have built."""
+        built = self._pool.environments
+        self.num_envs, self._first_row, self.copy = num_envs, first_row, copy
+        self.single_observation_space = built["observation_space"]
+        self.single_action_space = built["action_space"]
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.autoreset_mode = AutoresetMode(built["metadata"]["autoreset_mode"])
+        self.metadata = built["metadata"] | {"autoreset_mode": self.autoreset_mode}
+        self.render_mode = built["render_mode"]
+        self._pending = ""  # the call under way: "reset", "step" or "call"
+        self._seqs: list[int] = []  # its requests
+        self._mask: np.ndarray | None = None  # of the reset under way; None for all
         self._observations: Any = None  # the last observations of all environments
-        self._lost: list[Worker] = []  # workers replaced after they had answered the last call
-        self._left_out: set[str] = set()  # keys of infos that the user was warned about
+        self._left_out: set[str] = set()  # infos that the user was warned about
 
-    @property
-    def pending(self) -> str:
-        """The name of the call that is under way; empty if there is none."""
-        return "" if self._under_way == AsyncState.DEFAULT else self._under_way.value
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset all environments, or those where ``options["reset_mask"]`` is True.
 
-    def reset(self, seed: int | list[int | None] | None, options: dict[str, Any] | None) -> None:
-        """Ask for a reset of all environments, or of those in ``options["reset_mask"]``."""
-        num_envs = self._blueprint.num_envs
-        mask = None
-        if options is not None and "reset_mask" in options:
-            mask = options.pop("reset_mask")
-            _check_reset_mask(mask, num_envs)
+        Return observations and infos.
+        """
+        self.reset_async(seed, options)
+        return self.reset_wait()
+
+    def reset_async(
+        self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self._assert_idle("reset_async")
+        mask = (options or {}).pop("reset_mask", None)
+        if mask is not None:
+            _check_reset_mask(mask, self.num_envs)
             self._assert_none_waits_for_reset("reset` with a `reset_mask")
             mask = None if mask.all() else mask
-        seeds = [None] * num_envs if seed is None else seed
+        seeds: list[int | None]
         if isinstance(seed, int):
-            first = seed + self._blueprint.first_row
-            seeds = list(range(first, first + num_envs))
-        if len(seeds) != num_envs:
+            first = seed + self._first_row
+            seeds = list(range(first, first + self.num_envs))
+        else:
+            seeds = [None] * self.num_envs if seed is None else seed
+        if len(seeds) != self.num_envs:
             raise ValueError(
-                f"If seeds are passed as a list the length must match num_envs={num_envs} "
-                f"but got length={len(seeds)}."
+                "If seeds are passed as a list the length must match num_envs="
+                f"{self.num_envs} but got length={len(seeds)}."
             )
+        data = cloudpickle.dumps(options)
         self._mask = mask
         if mask is None:
-            self._recovery.reset(self._pool.workers, seeds, options)
+            self._pool.note_reset(seeds, data)
 
-        def request(worker: Worker) -> tuple[Message, bytes]:
-            part = None if mask is None else mask[worker.rows]
-            return Reset(mask is not None), cloudpickle.dumps((seeds[worker.rows], options, part))
+        def request(worker: Worker) -> Reset:
+            rows = worker.rows
+            return Reset(seeds[rows], data, None if mask is None else mask[rows])
 
-        self._ask(AsyncState.WAITING_RESET, request)
+        self._ask("reset", request)
 
-    def finish_reset(self, timeout: float | None) -> tuple[Any, Infos]:
-        """Return the observations and the infos."""
-        replies = self._replies(AsyncState.WAITING_RESET, timeout)
-        parts = []
-        for worker, reply in zip(self._pool.workers, replies, strict=True):
-            observations = reply.value
-            if self._mask is None:
-                worker.episodes = Episodes.begun(observations, worker.num_envs)
-                self._pool.failures.to_reset.clear()
-            else:
-                mask = self._mask[worker.rows]
-                observations = worker.episodes.saw_reset(self._space, observations, mask)
-            parts.append(observations)
-        self._note_losses()
-        return self._join(parts), self._infos(replies)
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        self._assert_is_running()
+        requests = self._responses("reset", timeout)
+        for request in requests:
+            worker, mask = request.worker, self._mask
+            ended = worker.ended & ~mask[worker.rows] if mask is not None else worker.ended & False
+            self._pool.note_seen(request, request.response["arrays"][0], ended)
+        if self._mask is None:
+            self._pool.to_reset.clear()
+        responses = [request.response for request in requests]
+        return self._join([each["arrays"][0] for each in responses]), self._infos(responses)
 
-    def step(self, actions: Any) -> None:
-        """Ask for a step of all environments."""
+    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Step every environment.
+
+        Return observations, rewards, terminations, truncations and infos.
+        """
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        self._assert_idle("step_async")
         self._assert_none_waits_for_reset("step")
-        space, num_envs = self._blueprint.action_space, self._blueprint.num_envs
-        is_array = isinstance(actions, np.ndarray) and actions.ndim > 0
-        if not (is_array and isinstance(space, Box | MultiDiscrete)):
-            actions = list(iterate(space, actions))
-        if len(actions) != num_envs:
-            raise ValueError(
-                f"Expected {num_envs} actions, one for each environment, got {len(actions)}"
-            )
+
+        def sequence(leaf: Any) -> Any:
+            leaf = leaf if isinstance(leaf, list | tuple) else np.asarray(leaf)
+            if len(leaf) != self.num_envs:
+                raise ValueError(
+                    f"Expected {self.num_envs} actions, one for each environment, got {len(leaf)}"
+                )
+            return leaf
+
+        space = self.single_action_space
+        actions = map_space(sequence, space, actions)
         self._ask(
-            AsyncState.WAITING_STEP, lambda worker: worker.episodes.step(actions[worker.rows])
+            "step", lambda each: Step(map_space(lambda leaf: leaf[each.rows], space, actions))
         )
 
-    def finish_step(
-        self, timeout: float | None
-    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, Infos]:
-        """Return observations, rewards, terminations, truncations and infos."""
-        replies = self._replies(AsyncState.WAITING_STEP, timeout)
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        self._assert_is_running()
+        requests = self._responses("step", timeout)
         # In the mode SAME_STEP, the user sees an end together with the reset after it.
-        shows_ends = self._blueprint.layout.autoreset_mode != AutoresetMode.SAME_STEP
-        for worker, reply in zip(self._pool.workers, replies, strict=True):
-            observations, _, terminations, truncations = reply.value
-            worker.episodes = Episodes(observations, (terminations | truncations) & shows_ends)
-        self._note_losses()
-        parts, *arrays = zip(*(reply.value for reply in replies), strict=True)
-        return self._join(parts), *map(np.concatenate, arrays), self._infos(replies)
+        shows_ends = self.autoreset_mode != AutoresetMode.SAME_STEP
+        for request in requests:
+            observations, _, terminations, truncations = request.response["arrays"]
+            ended = (terminations | truncations) & shows_ends
+            self._pool.note_seen(request, observations, ended)
+        responses = [request.response for request in requests]
+        parts, *arrays = zip(*(each["arrays"] for each in responses), strict=True)
+        return self._join(parts), *map(np.concatenate, arrays), self._infos(responses)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ask for a call of each environment's method, or for the value of its attribute."""
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call each environment's method ``name``, or read its attribute."""
+        self.call_async(name, *args, **kwargs)
+        return self.call_wait()
+
+    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        self._assert_idle("call_async")
         _check_name(name)
-        arguments = cloudpickle.dumps((args, kwargs))
-        self._ask(AsyncState.WAITING_CALL, lambda _: (Call(name), arguments))
+        request = Call(name, cloudpickle.dumps((args, kwargs)))
+        self._ask("call", lambda _: request)
 
-    def finish_call(self, timeout: float | None) -> tuple[Any, ...]:
-        """Return one result for each environment."""
-        replies = self._replies(AsyncState.WAITING_CALL, timeout)
-        return tuple(result for reply in replies for result in reply.value)
+    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
+        self._assert_is_running()
+        requests = self._responses("call", timeout)
+        return tuple(result for request in requests for result in request.response)
 
-    def set_attr(self, name: str, values: Any, waits: bool) -> None:
-        """Set an attribute of each environment, also of environments that a replacement builds.
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return attribute ``name`` of each environment."""
+        return self.call(name)
 
-        Workers set it after they have handled all earlier requests. Unless this method ``waits``
-        for them, a later call raises their errors.
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set attribute ``name`` of each environment, also of those that a replacement builds.
+
+        ``values`` is one value for all environments, or a list or tuple of one value for each.
+        While rollouts are outstanding, workers set the value after them, before the first step of
+        the next request. A later call then raises a worker's error.
         """
+        self._assert_idle("set_attr")
         _check_name(name)
-        num_envs = self._blueprint.num_envs
-        values = list(values) if isinstance(values, list | tuple) else [values] * num_envs
-        if len(values) != num_envs:
+        values = list(values) if isinstance(values, list | tuple) else [values] * self.num_envs
+        if len(values) != self.num_envs:
             raise ValueError(
                 "Values must be a list or tuple with length equal to the number of environments. "
-                f"Got `{len(values)}` values for {num_envs} environments."
+                f"Got `{len(values)}` values for {self.num_envs} environments."
             )
-        pickles = [cloudpickle.dumps(values[worker.rows]) for worker in self._pool.workers]
-        before = self._recovery.attributes
+        pool = self._pool
+        pickles = [cloudpickle.dumps(values[worker.rows]) for worker in pool.workers]
+        before = pool.attributes
         # Replacements get the value from now on, because a worker may die right after responding.
-        others = {key: values for key, values in before.items() if key != name}
-        self._recovery.attributes = {**others, name: pickles}  # in order of the names' last calls
+        others = {key: each for key, each in before.items() if key != name}
+        pool.attributes = {**others, name: pickles}  # in order of the names' last calls
         try:
-            self._ask(
-                AsyncState.WAITING_CALL,
-                lambda worker: (SetAttr(name), pickles[worker.index]),
-                fits_together=True,
-            )
-            if waits:
-                self._replies(AsyncState.WAITING_CALL, None)
+            self._ask("call", lambda each: SetAttr(name, pickles[each.index]))
+            if self._has_outstanding_rollouts():
+                self._pending = ""
+                for seq in self._seqs:
+                    pool.outstanding[seq].is_awaited = False
             else:
-                self._under_way = AsyncState.DEFAULT
-                self._behind = self._pool.outstanding(self._behind) + self._seqs
+                self._responses("call", None)
         except BaseException:
-            self._recovery.attributes = before
+            pool.attributes = before
             raise
 
+    def _has_outstanding_rollouts(self) -> str:
+        """Return the name of the method that has asked for rollouts that are outstanding, or ""."""
+        return ""
+
+    def render(self) -> tuple[Any, ...]:
+        return self.call("render")
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        return self.call("np_random")
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.call("np_random_seed")
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers: ask them, after ``timeout`` seconds terminate them, then kill them.
+
+        The default ``timeout`` is the option ``close_timeout``. With ``terminate`` it is 0.
+        """
+        if self._pending:
+            gym.logger.warn(
+                f"Calling `close` while waiting for a pending call to `{self._pending}` to "
+                "complete."
+            )
+        self._finalizer.detach()
+        if os.getpid() == self._pid:
+            seconds = self._close_timeout if timeout is None else timeout
+            self._pool.close(0 if terminate else seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, call: str, request: Callable[[Worker], Message]) -> None:
+        self._pool.require(*self._pool.workers)
+        with self._pool.closing_on_ctrl_c():
+            self._seqs = [self._pool.ask(worker, request(worker)) for worker in self._pool.workers]
+        self._pending = call
+
+    def _responses(self, call: str, timeout: float | None) -> list[Any]:
+        """Return the requests of the call under way, with their responses."""
+        if self._pending != call:
+            raise NoAsyncCallError(
+                f"Calling `{call}_wait` without any prior call to `{call}_async`.", call
+            )
+        try:
+            requests = self._pool.gather(self._seqs, timeout)
+        except BaseException as error:
+            if call == "step":  # the step may have ended episodes unseen
+                self._pool.to_reset |= {worker.index for worker in self._pool.workers}
+            if not isinstance(error, DeadlineError):
+                raise
+            raise multiprocessing.TimeoutError(
+                f"The call to `{call}_wait` has timed out after {timeout} second(s). {error}"
+            ) from None
+        finally:
+            self._pending = ""
+        dropped = {key for request in requests for key in request.dropped}
+        for key in sorted(dropped - self._left_out):
+            gym.logger.warn(
+                "Info %s is left out: only arrays, numbers, strings and their containers leave a "
+                "worker, and classes named in ClusterEnv(allow=(...,)).",
+                printable(key),
+            )
+        self._left_out |= dropped
+        return requests
+
+    def _join(self, parts: Sequence[Any]) -> Any:
+        """Join the workers' observations. Without ``copy``, all calls return the same arrays."""
+        space = self.single_observation_space
+        if self.copy or self._observations is None:
+            self._observations = create_empty_array(space, self.num_envs, np.empty)
+
+        def join(out: Any, *leaves: Any) -> Any:
+            if isinstance(out, np.ndarray):
+                return np.concatenate(leaves, out=out)
+            return tuple(item for leaf in leaves for item in leaf)
+
+        self._observations = map_space(join, space, self._observations, *parts)
+        return self._observations
+
+    def _infos(self, responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        workers = self._pool.workers
+        return merge_infos([each["infos"] for each in responses], [w.num_envs for w in workers])
+
+    def _assert_is_running(self) -> None:
+        if self.closed or self._pool.is_closed:
+            raise ClosedEnvironmentError(
+                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
+            )
+        if os.getpid() != self._pid:
+            raise ClosedEnvironmentError(
+                f"This environment belongs to process {self._pid}, of which this process is a "
+                "fork: make one here."
+            )
+
+    def _assert_idle(self, method: str) -> None:
+        self._assert_is_running()
+        pending = self._pending or self._pending_evaluation()
+        # Workers handle these requests in order, so they need not wait for each other.
+        if not pending and method not in ("send", "evaluate", "set_attr"):
+            pending = self._has_outstanding_rollouts()
+        if pending:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",
+                pending,
+            )
+        self._pool.raise_errors()  # of an interrupted call
+
+    def _pending_evaluation(self) -> str:
+        return ""
+
     def _assert_none_waits_for_reset(self, method: str) -> None:
-        if self._pool.failures.to_reset:
+        if self._pool.to_reset:
             raise reset_needed(method)
         if any(worker.evaluated for worker in self._pool.workers):
             raise ResetNeeded(
                 f"Cannot call `{method}` after `evaluate` before all environments are `reset`."
             )
 
-    def _ask(
-        self,
-        state: AsyncState,
-        request: Callable[[Worker], tuple[Message, bytes]],
-        fits_together: bool = False,
-    ) -> None:
-        workers = self._pool.workers
-        is_reset = state == AsyncState.WAITING_RESET and self._mask is None
-        if self._blueprint.steps_together and not (is_reset or fits_together):
-            raise ValueError(
-                "environments that step together allow only calls in which a policy acts: "
-                "`rollout`, `send`, `recv` and `evaluate`"
-            )
-        self._pool.require(*workers)
-        requests = [request(worker) for worker in workers]  # first, because it may raise
-        self._seqs = []
-        for worker, (message, buffer) in zip(workers, requests, strict=True):
-            seq = self._pool.ask(worker, message, buffer)
-            if is_reset and not worker.has_been_ready:
-                self._pool.forget([seq])  # nobody waits for workers that have not come up yet
-            else:
-                self._seqs.append(seq)
-        self._pool.exchange()
-        self._under_way = state
 
-    def _replies(self, state: AsyncState, timeout: float | None) -> list[OpenedReply]:
-        """Return one opened reply per worker, with zeros for workers that have not come up yet."""
-        name = state.value
-        if self._under_way != state:
-            raise NoAsyncCallError(
-                f"Calling `{name}_wait` without any prior call to `{name}_async`.", name
-            )
-        try:
-            requests = self._pool.gather(self._seqs, timeout)
-        except BaseException as error:
-            if state == AsyncState.WAITING_STEP:  # the step may have ended episodes unseen
-                self._pool.failures.to_reset |= {worker.index for worker in self._pool.workers}
-            if not isinstance(error, DeadlineError):
-                raise
-            raise multiprocessing.TimeoutError(
-                f"The call to `{name}_wait` has timed out after {timeout} second(s). {error}"
-            ) from None
-        finally:
-            self._under_way = AsyncState.DEFAULT
-        self._lost = [request.worker for request in requests if request.process_is_gone]
-        replies = {request.worker.index: request.response for request in requests}
-        dropped = {key for reply in replies.values() for key in reply.dropped}
-        for key in sorted(dropped - self._left_out):
-            kinds = "only arrays, numbers, strings and their containers leave a worker"
-            gym.logger.warn("Info %s is left out: %s.", printable(key), kinds)
-        self._left_out |= dropped
-        return [
-            replies.get(worker.index)
-            or OpenedReply(create_empty_array(self._space, worker.num_envs), [])
-            for worker in self._pool.workers
-        ]
-
-    def _note_losses(self) -> None:
-        """Have the next step report episodes that were lost after the response to this call."""
-        for worker in self._lost:
-            worker.episodes.lost()
-
-    def _infos(self, replies: list[OpenedReply]) -> Infos:
-        return [
-            (worker.rows.start + env, info)
-            for worker, reply in zip(self._pool.workers, replies, strict=True)
-            for env, info in reply.infos
-        ]
-
-    def _join(self, parts: Sequence[Any]) -> Any:
-        """Join the workers' observations. Without ``copy``, all calls return the same arrays."""
-        if self._copy or self._observations is None:
-            num_envs = self._blueprint.num_envs
-            self._observations = create_empty_array(self._space, num_envs, np.empty)
-        self._observations = map_space(_joined, self._space, self._observations, *parts)
-        return self._observations
+def reset_needed(method: str) -> ResetNeeded:
+    """Return the error of a method that cannot run until `Pool.to_reset` is empty."""
+    return ResetNeeded(
+        f"Cannot call `{method}` before all environments are `reset`, because one has raised, or a "
+        "step was given up."
+    )
 
 
-def _joined(out: Any, *leaves: Any) -> Any:
-    if isinstance(out, np.ndarray):
-        return np.concatenate(leaves, out=out)
-    return tuple(item for leaf in leaves for item in leaf)
+def merge_infos(infos: Sequence[dict[str, Any]], sizes: Sequence[int]) -> dict[str, Any]:
+    """Merge the infos of several vector environments, as one of all their rows would have them.
+
+    ``sizes`` are their numbers of rows.
+    """
+    if len(infos) == 1:
+        return infos[0]
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for each in infos for key in each):
+        values = [each.get(key) for each in infos]
+        if any(isinstance(value, dict) for value in values):
+            merged[key] = merge_infos([value or {} for value in values], sizes)
+            continue
+        like = next(value for value in values if value is not None)
+        merged[key] = np.zeros((sum(sizes), *like.shape[1:]), like.dtype)
+        if like.dtype == object:
+            merged[key].fill(None)
+        for value, last, size in zip(values, np.cumsum(sizes), sizes, strict=True):
+            if value is not None:
+                merged[key][last - size : last] = value
+    return merged
 
 
 def _check_name(name: Any) -> None:
@@ -274,6 +361,7 @@ def _check_name(name: Any) -> None:
 
 
 def _check_reset_mask(mask: Any, num_envs: int) -> None:
+    """Raise the errors of `SyncVectorEnv.reset`, which would check only a worker's share."""
     if not isinstance(mask, np.ndarray):
         raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
     if mask.shape != (num_envs,):
@@ -284,6 +372,6 @@ def _check_reset_mask(mask: Any, num_envs: int) -> None:
         raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
         raise ValueError(
-            f"`options['reset_mask']` must contain a boolean array with at least one True value, "
+            "`options['reset_mask']` must contain a boolean array with at least one True value, "
             f"got reset_mask={mask}"
         )

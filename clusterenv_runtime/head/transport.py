@@ -9,26 +9,22 @@ import resource
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from ..errors import StartupError, printable
-from ..wire import protocol
-from ..wire.buffers import MAX_FRAME
-from ..wire.protocol import FromWorker, Message, Ping
-from ..wire.security import Gate, HeadKeys, write_key_file
+from .. import messages
+from ..errors import StartupError
+from ..security import Gate, HeadKeys, write_key_file
 
 logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # the time in which a peer must complete its handshake
-MAX_HELLO = 2**16  # bytes in the first message of a connection
-PING = protocol.encode((None, Ping()))
 POLLIN = int(zmq.POLLIN)
 MOST_AT_ONCE = 1000  # messages received in a row; then the head supervises its workers
+Received = tuple[bytes, list[Any]]  # a connection's identity, and the frames of its message
 
 
 def listening_address(bind_address: str | None, port: int | str, directory: str) -> str:
@@ -39,62 +35,35 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
     return f"tcp://{host}:{port}"
 
 
-def raise_file_limit() -> None:
-    """Raise this process's limit on open files, because each connection is an open file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 def remove_own(directory: str, pid: int) -> None:
     """Remove a directory of process ``pid``, unless this process is a fork of it."""
     if os.getpid() == pid:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-@dataclass
-class Outgoing:
-    """A message to one connection, with the raw buffers that follow it. ``seq`` may be None."""
+class FileLimit:
+    """This process's limit on open files, raised because each connection is an open file."""
 
-    identity: bytes
-    seq: int | None
-    message: Message
-    buffers: tuple[Any, ...] = ()
+    def __init__(self) -> None:
+        self._before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+        self._raised = most, hard
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._raised)
 
-
-@dataclass
-class Received:
-    """A message from one connection. ``frames`` are its raw buffers, the header first."""
-
-    identity: bytes
-    frames: list[Any]
-
-    def read(self, is_strange: bool = False) -> tuple[int | None, FromWorker | str]:
-        """Return ``seq`` and the message, or None and a text that describes an invalid message.
-
-        A stranger's message must be short. A message may take much more memory than its frames, so
-        do not keep many messages.
-        """
-        if is_strange and sum(map(len, self.frames)) > MAX_HELLO:
-            return None, "a long message"
-        try:
-            return protocol.decode_from_worker(self.frames[0])
-        except Exception as error:  # a peer may send anything
-            return None, f"a malformed message: {printable(str(error))}"
+    def restore(self) -> None:
+        if resource.getrlimit(resource.RLIMIT_NOFILE) == self._raised:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._before)
 
 
 class Transport:
-    """The head's socket. It sends and receives all messages in `exchange`.
-
-    A simulated transport needs `exchange`, `drop`, `forget`, `restore`, `close`, and the attributes
-    `address`, `key_file` and `directory`.
+    """The head's socket. A simulated transport has the same methods, and the attributes `address`,
+    `key_file` and `directory`.
 
     Args:
-        bind_address: an IP address or network interface to listen on over tcp; None for a socket
-            file.
+        bind_address: an IP address to listen on over tcp, where only the run's workers are
+            admitted; None for a socket file.
         port: the tcp port to listen on; 0 for a random free one.
-        security: "curve" or "none", over tcp.
         keys: keys that were made in advance; None for fresh keys.
         parent: the directory in which to make the private directory for socket and keys; None for
             the system's directory of temporary files.
@@ -104,16 +73,11 @@ class Transport:
     """
 
     def __init__(
-        self,
-        bind_address: str | None,
-        port: int,
-        security: str,
-        keys: HeadKeys | None,
-        parent: Path | None,
+        self, bind_address: str | None, port: int, keys: HeadKeys | None, parent: Path | None
     ) -> None:
-        raise_file_limit()
+        self._limit = FileLimit()
         self.dropped = 0  # the number of messages dropped so far, see `drop`
-        self._complained_of: set[bytes] = set()
+        self._is_sending = False
         self._pulses: dict[bytes, bool] = {}  # by identity: whether it missed the last `Ping`
         if parent is not None:
             parent.mkdir(parents=True, exist_ok=True)
@@ -127,11 +91,10 @@ class Transport:
         self._set_options()
         try:
             self._socket.ipv6 = ":" in (bind_address or "")
-            if bind_address and security == "curve":
+            if bind_address:
                 keys = keys or HeadKeys.make()
                 self.key_file = Path(self.directory) / "key"
-                self._keys = keys.workers()
-                write_key_file(self.key_file, self._keys)
+                write_key_file(self.key_file, keys.workers())
                 self._gate = Gate(self._context, self._socket, keys)
             self._bind(listening_address(bind_address, port or "*", self.directory))
         except BaseException:
@@ -153,9 +116,9 @@ class Transport:
         socket.sndhwm = 0
         # Without this, messages under an identity that is taken would stay in libzmq forever.
         socket.router_handover = True
-        protocol.set_limits(socket, MAX_FRAME)
+        messages.set_limit(socket)
         # Connections to machines that are gone close eventually. The head notices sooner that a
-        # worker is gone, see `_has_pulse`.
+        # worker is gone, see `has_pulse`.
         socket.tcp_keepalive = 1
         socket.tcp_keepalive_idle = 60
         socket.handshake_ivl = HANDSHAKE_MS
@@ -171,96 +134,64 @@ class Transport:
         except zmq.ZMQError as error:
             raise StartupError(f"cannot listen on {address}: {zmq.strerror(error.errno)}") from None
 
-    def exchange(
-        self, outbox: Iterable[Outgoing], seconds: float | None
-    ) -> tuple[list[Received], list[bytes]]:
-        """Send the messages in ``outbox``, and wait up to ``seconds`` for messages to receive.
+    def send(self, identity: bytes, frames: Sequence[Any]) -> bool:
+        """Send a message. Return whether the connection is still open."""
+        if self._is_sending:  # Ctrl-C came amid the last message: end it here
+            self._socket.send(b"")
+        self._is_sending, is_open = True, True
+        try:
+            self._socket.send_multipart([identity, *frames], copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            is_open = False
+        self._is_sending = False
+        return is_open
 
-        If ``seconds`` is None, only send. Return the received messages, and the identities of
-        closed connections.
-        """
-        closed = [out.identity for out in outbox if not self._send(out)]
+    def receive(self, seconds: float) -> list[Received]:
+        """Return the messages that have arrived. Wait up to ``seconds`` for the first one."""
         received: list[Received] = []
-        if seconds is None:
-            return received, closed
-        if not (closed or seconds == 0 or self._has_message()):
+        if seconds > 0 and not self._has_message():
             self._socket.poll(seconds * 1000)
         for _ in range(MOST_AT_ONCE):
             # If no message is left, `recv_multipart` would raise, and pyzmq would lose an exception
             # that a signal handler raises at that moment.
             if not self._has_message():
                 break
-            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            message = Received(identity.bytes, [frame.buffer for frame in frames])
-            if message.identity.startswith(b"p") and message.frames == [PING]:
-                if len(self._pulses) < MOST_FILES:  # there cannot be more connections
-                    self._pulses[message.identity] = False
-            else:
-                received.append(message)
-        return received, closed
+            first, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            identity = first.bytes
+            if not identity.startswith(b"p"):
+                received.append((identity, [frame.buffer for frame in frames]))
+            elif len(self._pulses) < MOST_FILES:  # there cannot be more connections
+                self._pulses[identity] = False
+        return received
 
     def _has_message(self) -> bool:
         # Several times as fast as the attribute `events` and pyzmq's enumeration.
         return bool(self._socket.getsockopt(zmq.EVENTS) & POLLIN)
 
-    def _send(self, out: Outgoing) -> bool:
-        """Send a message. Return whether the connection is still open."""
-        header = protocol.encode((out.seq, out.message))
-        is_open = self._reaches([out.identity, header, *out.buffers])
-        return is_open and (not isinstance(out.message, Ping) or self._has_pulse(out.identity))
+    def has_pulse(self, identity: bytes) -> bool:
+        """Send a `Ping` to both connections of a worker. Return whether they are open.
 
-    def _has_pulse(self, identity: bytes) -> bool:
-        """Send a `Ping` to a worker's second connection. Return False if it missed two in a row.
-
-        A process that ends closes both connections, but the head may not have received its last
-        messages yet. A worker need not have a second connection.
+        The second connection must miss two in a row: a process that ends closes both connections,
+        but the head may not have received its last messages yet.
         """
-        pulse = protocol.pulse_of(identity)
-        if pulse not in self._pulses:
-            return True
-        missed_before = self._pulses[pulse]
-        self._pulses[pulse] = not self._reaches([pulse, PING])
-        return not (missed_before and self._pulses[pulse])
-
-    def _reaches(self, frames: list[Any]) -> bool:
-        """Send these frames, the identity first. Return whether the identity is connected."""
-        try:
-            self._socket.send_multipart(frames, copy=False)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        pulse = messages.pulse_of(identity)
+        if pulse in self._pulses:
+            missed_before = self._pulses[pulse]
+            self._pulses[pulse] = not self.send(pulse, messages.PING)
+            if missed_before and self._pulses[pulse]:
+                return False
+        return self.send(identity, messages.PING)
 
     def forget(self, identity: bytes) -> None:
         """Forget the second connection of a lost worker."""
-        self._pulses.pop(protocol.pulse_of(identity), None)
+        self._pulses.pop(messages.pulse_of(identity), None)
 
-    def restore(self) -> None:
-        """Make the private directory and its files again, if somebody has removed them.
-
-        Raises:
-            StartupError: they cannot be made.
-        """
-        is_file = self.address.startswith("ipc://")
-        needed = self.key_file or self.address.removeprefix("ipc://")
-        if not (self.key_file or is_file) or os.path.exists(needed):
-            return
-        logger.warning("%s was removed, but new workers need it: making it again", self.directory)
-        try:
-            os.makedirs(self.directory, mode=0o700, exist_ok=True)
-            if self.key_file:
-                write_key_file(self.key_file, self._keys)
-        except OSError as error:
-            raise StartupError(f"cannot make {self.directory} again: {error}") from None
-        if is_file:  # the other workers' connections remain open
-            self._bind(self.address)
-
-    def drop(self, identity: bytes, text: str) -> None:
-        """Count a message that is ignored, and log it once per peer, for 100 peers at most."""
+    def drop(self, text: str) -> None:
+        """Count a message that is ignored, and log the first ones."""
         self.dropped += 1
-        if identity not in self._complained_of and len(self._complained_of) < 100:
-            self._complained_of.add(identity)
+        if self.dropped <= 100:
             logger.warning("dropped %s", text)
 
     def close(self) -> None:
@@ -271,3 +202,4 @@ class Transport:
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
         self._remove()
+        self._limit.restore()

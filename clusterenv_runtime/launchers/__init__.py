@@ -6,8 +6,7 @@ A launcher of `extras` or of another package is imported only when it is made.
 import os
 from importlib.metadata import EntryPoint, entry_points
 
-from .base import Exit, Launcher
-from .external import ExternalLauncher
+from .base import Exit, ExternalLauncher, Launcher
 from .local import LocalLauncher
 
 __all__ = [
@@ -33,12 +32,11 @@ def register(name: str, value: str) -> None:
 
 
 register("local", f"{__name__}.local:LocalLauncher")
-register("external", f"{__name__}.external:ExternalLauncher")
+register("external", f"{__name__}.base:ExternalLauncher")
 
 
 def _launchers() -> dict[str, EntryPoint]:
-    installed = {point.name: point for point in entry_points(group=GROUP)}
-    return {**installed, **_registered}
+    return {point.name: point for point in entry_points(group=GROUP)} | _registered
 
 
 def names() -> list[str]:
@@ -49,20 +47,23 @@ def names() -> list[str]:
 def is_ours(name: str) -> bool:
     """Return whether the launcher of this name comes with this package."""
     point = _launchers().get(name)
-    return point is not None and point.value.startswith(f"{__package__.partition('.')[0]}.")
+    return point is not None and point.value.startswith("clusterenv_runtime.")
 
 
 def make_launcher(
-    name: str, log_dir: str | os.PathLike[str] | None = None, prefix: str = ""
+    name: str,
+    log_dir: str | os.PathLike[str] | None = None,
+    prefix: str = "",
+    resources: str = "",
 ) -> Launcher:
     """Return the launcher of this name.
 
     Raises:
-        ValueError: no launcher has this name, or the prefix is not a command line.
+        ValueError: no launcher has this name, or it does not accept the prefix or the resources.
         StartupError: the launcher cannot start workers here; the error message says what to do.
     """
     launchers = _launchers()
     if name not in launchers:
         known = ", ".join(map(repr, names()))
         raise ValueError(f"launcher must be one of {known}, got {name!r}")
-    return launchers[name].load()(log_dir, prefix)
+    return launchers[name].load()(log_dir, prefix, resources)  # type: ignore[no-any-return]

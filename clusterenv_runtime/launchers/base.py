@@ -1,13 +1,16 @@
-"""The base class of launchers, and how a worker's process ended."""
+"""The base class of launchers, how a worker's process ended, and workers that you start yourself.
+
+A launcher of your own derives from `Launcher`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 WORKER = "clusterenv_runtime.worker"  # the module that workers run
 
@@ -35,9 +38,11 @@ class Launcher:
         log_dir: the directory for the launcher's files, for example the workers' logs. The keys are
             there, too, so a launcher for several machines needs a file system that these share.
         prefix: a command line that goes before each worker's command.
+        resources: what each worker gets, in a form of the launcher's own, for example "CPU=2". A
+            launcher that gives workers resources does not pass them on to this class.
 
     Raises:
-        ValueError: the prefix is not a command line.
+        ValueError: the prefix is not a command line, or the launcher gives workers no resources.
     """
 
     name = "of your own"
@@ -47,20 +52,26 @@ class Launcher:
     same_python = False
     # Whether you start the workers yourself. They read your copy of the keys if you made the keys.
     by_hand = False
-    # The resources of each worker, for example {"CPU": 2}. What they mean is up to the launcher.
-    resources: Mapping[str, float] = MappingProxyType({})
-    # Whether workers may be forked from one process, and the modules that this process imports.
-    may_fork = True
-    preload: Sequence[str] = ()
-    startup_timeout = 60.0  # seconds that a worker may take to start
+    # Whether workers can be forked from one process on this machine.
+    can_fork = False
 
-    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        prefix: str = "",
+        resources: str = "",
+    ) -> None:
         # Absolute, because this process may change its directory.
         self.log_dir = None if log_dir is None else Path(log_dir).absolute()
         try:
             self.prefix = shlex.split(prefix)
         except ValueError as error:
             raise ValueError(f"worker_prefix {prefix}: {error}") from None
+        if resources:
+            raise ValueError(
+                "worker_resources goes with a launcher that gives workers resources, "
+                f"not {self.name}"
+            )
         self.num_workers = 0  # until `prepare` sets it
         self.flags: list[str] = []
 
@@ -72,10 +83,13 @@ class Launcher:
         """
         return self.log_dir
 
-    @property
-    def can_fork(self) -> bool:
-        """Whether workers can be forked from one process."""
-        return False
+    def check(self, num_workers: int) -> None:
+        """Check that so many workers can be started.
+
+        Raises:
+            ValueError: an argument of this launcher is not valid.
+            StartupError: there is no room for the workers; the error message says why.
+        """
 
     def address(self, num_workers: int) -> str | None:
         """Return the address for the head to listen on over tcp if the user gives none.
@@ -87,31 +101,33 @@ class Launcher:
         """
         return None
 
-    def check_resources(self, resources: Mapping[str, float], num_workers: int) -> None:
-        """Check that each worker can have these resources, before they become `resources`.
+    def prepare(
+        self,
+        num_workers: int,
+        flags: list[str],
+        directory: str,
+        *,
+        fork: bool = True,
+        preload: Sequence[str] = (),
+        startup_timeout: float = 60.0,
+    ) -> None:
+        """Take over what the head knows only now. Workers are started later.
 
-        Raises:
-            ValueError: this launcher does not know one of the resources.
-            StartupError: there are not enough resources.
+        Args:
+            num_workers: the number of workers.
+            flags: the flags of all workers.
+            directory: the head's private directory.
+            fork: whether to fork workers from one process, if `can_fork`.
+            preload: modules that this process imports before.
+            startup_timeout: seconds that a worker may take to start.
         """
-        if resources:
-            raise ValueError(
-                "worker_resources goes with a launcher that gives workers resources, "
-                f"not {self.name}"
-            )
-
-    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
-        """Take over the number of workers, their flags, and the head's private directory."""
         self.num_workers = num_workers
         self.flags = flags
+        self.fork, self.preload, self.startup_timeout = fork, preload, startup_timeout
 
     def arguments(self, index: int) -> list[str]:
         """Return the arguments with which Python runs a worker."""
-        return ["-m", WORKER, *self.worker_flags(index)]
-
-    def worker_flags(self, index: int) -> list[str]:
-        """Return the flags of a worker."""
-        return ["--index", str(index), *self.flags]
+        return ["-m", WORKER, "--index", str(index), *self.flags]
 
     def command(self, index: int) -> list[str]:
         """Return the command that starts a worker."""
@@ -122,7 +138,11 @@ class Launcher:
         return {}
 
     def start(self) -> None:
-        """Start all workers."""
+        """Start all workers.
+
+        Raises:
+            OSError, StartupError: a worker cannot be started.
+        """
         if self.log_dir is not None:
             self.log_dir.mkdir(parents=True, exist_ok=True)
         for index in range(self.num_workers):
@@ -132,7 +152,7 @@ class Launcher:
         """Start a worker's process: the first one, or a replacement for a killed one.
 
         Raises:
-            OSError: the process cannot be started now. For a replacement, the head tries again.
+            OSError, StartupError: the process cannot be started, which ends the run.
         """
         raise NotImplementedError
 
@@ -157,3 +177,36 @@ class Launcher:
 
     def stop(self, timeout: float) -> None:
         """Give the workers ``timeout`` seconds to exit, then terminate them, then kill them."""
+
+
+def hash_seed() -> str:
+    """Return the seed with which all workers hash strings: this process's, if it is known."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return seed if seed.isdigit() else "1"
+
+
+class ExternalLauncher(Launcher):
+    """Prints the workers' commands. The head waits as long as you need to run them.
+
+    The commands name the workers' key file, if there is one: a file below ``log_dir``, or your own
+    copy of it if you made the keys.
+    """
+
+    name = "external"
+    by_hand = True
+
+    def command(self, index: int) -> list[str]:
+        variables = ["OMP_NUM_THREADS=1", f"PYTHONHASHSEED={hash_seed()}"]
+        return [*self.prefix, "env", *variables, "python", *self.arguments(index)]
+
+    def start(self) -> None:
+        print("run these, each once, wherever you like:")
+        super().start()
+
+    def start_worker(self, index: int) -> None:
+        # A replacement has the same command, so nothing is lost if it cannot be printed again.
+        with contextlib.suppress(OSError):
+            print(shlex.join(self.command(index)), flush=True)
+
+    def pending(self, index: int) -> str | None:
+        return "nobody has run its command yet"

@@ -1,43 +1,78 @@
-"""Workers as processes on this machine, with the same Python as this process."""
+"""Workers as processes on this machine, with the same Python as this process.
+
+A worker's environments may start processes of their own. Such a process can leave its group, and
+the system forgets a parent that has died. But each process inherits its parent's environment
+variables, and one of a worker's variables ends with the worker's mark. The system does not show the
+variables of a forked worker, but its name, which is the mark. Only Linux shows these of a process.
+On other systems, no such process is found.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
+import functools
 import logging
+import multiprocessing.spawn
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from typing import IO, Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from glob import glob
+from pathlib import Path
+from typing import Any
 
-from .base import WORKER, Exit, Launcher
-from .forking import (
-    READY_S,
-    UNKNOWN,
-    Forked,
-    ForkServerLink,
-    ForkServerLost,
-    can_fork,
-    shared_server,
-)
-from .processes import (
-    VARIABLE,
-    current_directory,
-    hash_seed,
-    import_path,
-    kill_marked,
-    python_command,
-)
-from .start import PATH
+from .base import WORKER, Exit, Launcher, hash_seed
+from .fork_server import CODE, UNKNOWN, Forked, ForkServer
 
 logger = logging.getLogger(__name__)
+Process = subprocess.Popen[bytes] | Forked
+MAIN = f"from {WORKER}.__main__ import main"
+VARIABLE = "CLUSTERENV_WORKER"  # holds the marks of a worker and of the worker that started it
+MARK = r"worker-\w{8}"  # as long as a process's name may be
 # O_NOFOLLOW, because somebody may have put a link in the place of a log.
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+# The modules that a worker imports to act. They import torch.
+ACTING = "clusterenv_runtime.policy.actor", "clusterenv_runtime.extras.policies"
+READY_S = 60.0  # seconds for the process that forks to import its modules
+LONGEST_S = 1e6  # the longest wait that all systems accept
+# Starts a process that forks for all launchers here that need one like it.
+shared_server = functools.lru_cache(maxsize=2)(ForkServer)
+
+
+def current_directory() -> str | None:
+    """Return the current directory, or None if it has been removed."""
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    return None
+
+
+FIRST_DIRECTORY = current_directory()
+
+
+def import_path() -> list[str]:
+    """Return `sys.path` for another process, with absolute entries only.
+
+    A relative entry may come from before this process changed its directory, so it is resolved
+    against both the first and the current directory.
+    """
+    directories = [each or "/" for each in (FIRST_DIRECTORY, current_directory())]
+    entries = [entry for entry in sys.path if isinstance(entry, str)]  # imports skip others
+    return list(dict.fromkeys(os.path.join(at, entry) for entry in entries for at in directories))
+
+
+def python_command(code: str) -> list[str]:
+    """Return the command that runs code in a Python like this one, with the same `sys.path`.
+
+    With ``-m``, the current directory would come before the standard library. With PYTHONPATH, so
+    would this package's folder, also in the simulators that environments start.
+    """
+    _, *flags = multiprocessing.spawn.get_command_line()
+    first = f"import os, sys; sys.path[:] = {import_path()!a}"
+    return [sys.executable, *flags[: flags.index("-c")], "-c", f"{first}; {code}"]
 
 
 class LocalLauncher(Launcher):
@@ -47,29 +82,32 @@ class LocalLauncher(Launcher):
     remote = False
     same_python = True
     directory = None  # the system's directory for temporary files
+    _next_search = 0.0  # the time of the next search for what is left of workers
 
-    def __init__(self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "") -> None:
-        super().__init__(log_dir, prefix)
-        self._processes: dict[int, subprocess.Popen[bytes] | Forked] = {}
-        self._server: ForkServerLink | None = None
-        self._lost_servers = 0
-        # This process's environment and directory when `prepare` is called.
-        self._environment: dict[str, str] = {}
-        self._cwd: str | None = None
-        # The marks of all this launcher's processes begin with this one; see `processes`. If this
-        # process is itself a worker, its own mark comes first.
-        self._mark = f"{os.environ.get(VARIABLE, '')}{secrets.token_hex(8)}."
-        self._marks: dict[int, str] = {}  # each process's mark, by PID
+    @property
+    def can_fork(self) -> bool:  # type: ignore[override]
+        """Whether this system can fork, and workers have the command that forking implies."""
+        is_plain = type(self).command is LocalLauncher.command and not self.prefix
+        return is_plain and sys.platform == "linux"
 
-    def prepare(self, num_workers: int, flags: list[str], directory: str) -> None:
+    def prepare(self, num_workers: int, flags: list[str], directory: str, **how: Any) -> None:
+        self._processes: dict[int, Process] = {}
+        self._gone = set[int]()  # workers of which nothing is left
+        self._marks = [f"worker-{secrets.token_hex(4)}" for _ in range(num_workers)]
         if not self.remote:
             flags = [*flags, "--head-directory", directory, "--head-pid", str(os.getpid())]
-        super().prepare(num_workers, flags, directory)
-        self._environment = {**os.environ, **self.variables(), PATH: json.dumps(import_path())}
+        super().prepare(num_workers, flags, directory, **how)
+        # What this process is like now. A replacement gets the same.
+        variables = self.variables()
+        self._environment = {**os.environ, **variables}
         self._cwd = current_directory()
+        self._python = python_command(f"{MAIN}; main()")
+        modules = [*(ACTING if "torch" in sys.modules else ()), *self.preload]
+        code = CODE.format(MAIN, os.getpid(), modules)
+        self._kind = tuple(python_command(code)), frozenset(variables.items())
 
     def command(self, index: int) -> list[str]:
-        return [*self.prefix, *python_command(WORKER, *self.worker_flags(index))]
+        return [*self.prefix, *self._python, *self.arguments(index)[2:]]
 
     def variables(self) -> dict[str, str]:
         # One BLAS thread per worker, because a worker's cores are for its environments.
@@ -77,77 +115,49 @@ class LocalLauncher(Launcher):
         return {"OMP_NUM_THREADS": threads, "PYTHONHASHSEED": hash_seed()}
 
     def environment(self, mark: str) -> dict[str, str]:
-        """Return the environment variables of a worker's command; see `processes` for the mark."""
-        return {**self._environment, VARIABLE: mark}
+        """Return the environment variables of a worker's command."""
+        before = self._environment.get(VARIABLE, "")  # if this process is itself a worker
+        return {**self._environment, VARIABLE: f"{before}.{mark}"}
 
     def start_worker(self, index: int) -> None:
-        mark = f"{self._mark}{secrets.token_hex(4)}."
-        with self.output(index) as output:
-            process = self._fork(index, mark, output) or self._spawn(index, mark, output)
-        self._marks[process.pid] = mark
-        self._processes[index] = process
-
-    @property
-    def can_fork(self) -> bool:
-        """Whether this system can fork, and workers have the command that `_fork` implies."""
-        is_plain = type(self).command is LocalLauncher.command and not self.prefix
-        return is_plain and can_fork()
-
-    @property
-    def _forks(self) -> bool:
-        return self.may_fork and self.can_fork and self._lost_servers < 2
-
-    def _fork(self, index: int, mark: str, output: IO[bytes] | None) -> Forked | None:
-        """Fork a worker. Return None if that is not possible here.
-
-        Raises:
-            OSError: the worker cannot be forked now.
-            StartupError: a module to preload cannot be imported.
-        """
-        variables = self.environment(mark)
-        while self._forks:
-            try:
-                if self._server is None:
-                    self._server = shared_server(variables, self.preload)
-                flags, ready_s = self.worker_flags(index), max(READY_S, self.startup_timeout)
-                with _outputs(output) as outputs:
-                    return self._server.fork(mark, flags, variables, outputs, ready_s)
-            except ForkServerLost:
-                self._server = None
-                self._lost_servers += 1
-                if not self._forks:
-                    text = "the process that forks workers was lost twice: they are started singly"
-                    logger.warning(text)
-        return None
-
-    def _spawn(self, index: int, mark: str, output: IO[bytes] | None) -> subprocess.Popen[bytes]:
-        # A process group of its own, so that Ctrl-C reaches only the head, which then stops its
-        # workers cleanly. Not a session of its own, because Linux may divide the cores between
-        # sessions, regardless of the niceness of their processes.
-        with _outputs(output) as (stdout, stderr):
-            return subprocess.Popen(
+        self._gone.discard(index)
+        mark, timeout = self._marks[index], min(READY_S + self.startup_timeout, LONGEST_S)
+        environment = self.environment(mark)
+        with self.outputs(index) as outputs:
+            for _ in range(2 if self.fork and self.can_fork else 0):
+                arguments = self.arguments(index)[2:]
+                with suppress(OSError):
+                    self._processes[index] = shared_server(*self._kind).fork(
+                        mark, arguments, environment, outputs, timeout
+                    )
+                    return
+                shared_server.cache_clear()
+                logger.warning("the process that forks workers was lost")
+            # A process group of its own, so that Ctrl-C reaches only the head, which then stops its
+            # workers cleanly. Not a session of its own, because Linux may divide the cores between
+            # sessions, regardless of the niceness of their processes.
+            self._processes[index] = subprocess.Popen(
                 self.command(index),
-                env=self.environment(mark),
+                env=environment,
                 cwd=self._cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
+                stdout=outputs[0],
+                stderr=outputs[1],
                 process_group=0,
             )
 
-    def output(self, index: int) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-        """Open the file for a command's output; None stands for this process's output."""
+    @contextmanager
+    def outputs(self, index: int) -> Iterator[list[int]]:
+        """Open the descriptors for the two outputs of a worker's command."""
         if (log := self.log(index)) is None:
-            return contextlib.nullcontext()
+            files = [_own_output(1, sys.__stdout__), _own_output(2, sys.__stderr__)]
+        else:
+            files = [os.open(log, LOG_FLAGS, 0o666)] * 2
         try:
-            return open(os.open(log, LOG_FLAGS, 0o666), "ab")
-        except OSError as error:
-            # If no file can be opened, no process can be started, either.
-            if index not in self._processes or error.errno in (errno.EMFILE, errno.ENFILE):
-                raise
-            # A replacement without a log is better than none.
-            logger.warning("from now on worker %d has no log: %s", index, error)
-            return open(os.devnull, "ab")
+            yield files
+        finally:
+            for file in set(files):
+                os.close(file)
 
     def log(self, index: int) -> str | None:
         return None if self.log_dir is None else str(self.log_dir / f"worker-{index}.log")
@@ -167,77 +177,71 @@ class LocalLauncher(Launcher):
         kill_group(self._processes[index])
 
     def has_ended(self, index: int) -> bool:
-        process = self._processes[index]
-        return process.poll() is not None and not kill_marked(self._marks[process.pid])
+        if self._processes[index].poll() is None:
+            return False
+        if (start := time.monotonic()) >= self._next_search:
+            # One search serves all workers that have ended.
+            ended = [each for each in self._processes if self.exit(each)]
+            found = kill_marked(self._marks[each] for each in ended)
+            self._gone = {each for each in ended if self._marks[each] not in found}
+            self._next_search = 2 * time.monotonic() - start
+        return index in self._gone
 
     def stop(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        processes = list(self._processes.values())
-        if _await(processes, deadline):
-            self._tell_failures(timeout)
-        else:
+        processes = self._processes.values()
+        if not self._await(timeout):
             for process in processes:
-                process.terminate()
-            _await(processes, deadline + 1)
+                process.send_signal(signal.SIGTERM)
+            self._await(1)
         for process in processes:
             kill_group(process)
         # A process that is stuck in the kernel, for example on a lost file system, stays.
-        _await(processes, deadline + 6)
-        while kill_marked(self._mark) and time.monotonic() < deadline + 7:
+        self._await(5 + len(processes) / 20, kills=True)
+
+    def _await(self, seconds: float, kills: bool = False) -> bool:
+        """Wait until all processes have ended. Return whether they have within these seconds.
+
+        With ``kills``, kill also what they have left.
+        """
+        deadline = time.monotonic() + seconds
+        processes = self._processes.values()
+        while any(process.poll() is None for process in processes) or (
+            kills and kill_marked(self._marks)
+        ):
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.01)
-
-    def _tell_failures(self, timeout: float) -> None:
-        """Warn about workers that failed as they closed, if they had any time to close."""
-        deadline = time.monotonic() + min(timeout, 1)
-        for index, process in self._processes.items():
-            # A forked worker's exit code is known a moment after the worker has ended.
-            while (exit := self.exit(index)) is None and time.monotonic() < deadline:
-                time.sleep(0.01)
-            code = process.returncode
-            if timeout > 0 and code and exit is not None and not exit.by_signal:
-                text = "worker %d failed as it closed its environments (exit code %d)%s"
-                log = self.log(index)
-                logger.warning(text, index, code, f"; see {log}" if log else "")
+        return True
 
 
-@contextlib.contextmanager
-def _outputs(output: IO[bytes] | None) -> Iterator[list[int]]:
-    """Yield the descriptors of a worker's two outputs: ``output``, or this process's own.
-
-    If one of this process's own is closed, the null device takes its place.
-    """
-    with open(os.devnull, "ab") as null:
-        if output is not None:
-            yield [output.fileno()] * 2
-        else:
-            own = (1, sys.__stdout__), (2, sys.__stderr__)
-            yield [file if _is_open(file, stream) else null.fileno() for file, stream in own]
+def _own_output(number: int, stream: Any) -> int:
+    """Return a new descriptor for an output of this process, or for the null device if closed."""
+    with suppress(OSError):
+        if stream is not None:  # otherwise the number belongs to another file
+            # A worker would lose what it writes to a full pipe that does not block. It opens the
+            # pipe again, as one that blocks.
+            reopens = not os.get_blocking(number)
+            return os.open(f"/dev/fd/{number}", os.O_WRONLY) if reopens else os.dup(number)
+    return os.open(os.devnull, os.O_WRONLY)
 
 
-def _is_open(file: int, stream: Any) -> bool:
-    """Return whether this process has an output.
-
-    If the process started without the output, the number belongs to another file.
-    """
-    try:
-        os.fstat(file)
-    except OSError:
-        return False
-    return stream is not None
-
-
-def kill_group(process: subprocess.Popen[bytes] | Forked) -> None:
+def kill_group(process: Process) -> None:
     """Kill a process and its group, where processes of its environments may have outlived it."""
-    process.kill()  # it may have left the group
-    with contextlib.suppress(ProcessLookupError):
+    process.send_signal(signal.SIGKILL)  # it may have left the group
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _await(processes: list[subprocess.Popen[bytes] | Forked], deadline: float) -> bool:
-    """Wait until these processes have ended, or until ``deadline``. Return whether they ended."""
-    for process in processes:
-        try:
-            process.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            return False
-    return True
+def kill_marked(marks: Iterable[str]) -> set[str]:
+    """Kill the processes with one of these marks, except this one. Return the marks of those."""
+    marks, found = set(marks), set[str]()
+    for process in map(Path, glob("/proc/[0-9]*")):  # none if no more files can be opened
+        with suppress(OSError):  # it has ended, or is another user's
+            variables = (process / "environ").read_text("latin-1")
+            name = (process / "comm").read_text("latin-1")
+            own = marks.intersection(re.findall(MARK, name + variables))
+            # One without variables has ended.
+            if own and variables and process.name != str(os.getpid()):
+                os.kill(int(process.name), signal.SIGKILL)
+                found |= own
+    return found

@@ -13,25 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays.trees import leaves, map_tree, not_finite
+from ..arrays import leaves, map_tree, not_finite
 from ..errors import EnvRaised
-from ..wire.protocol import Collect, Weights
+from ..messages import Collect, Weights
 from .base import Policy
 from .differences import FROM_HELD, WHOLE, Difference, checksum
 from .sync import measured_states
-from .tensors import (
-    empty_copy,
-    flat_weights,
-    load_weights,
-    rounded_sizes,
-    set_numbers,
-    to_tensors,
-)
-
-
-def is_identity(policy: Policy) -> bool:
-    """Return whether environments get actions unchanged, because `to_env` is the base class's."""
-    return getattr(policy.to_env, "__func__", None) is Policy.to_env
+from .tensors import flat_weights, load_weights, rounded_sizes, set_numbers, to_tensors
 
 
 def layout_of_state(state: Any) -> Any:
@@ -49,7 +37,6 @@ class Actor:
     def __init__(self, takes_mode: bool = False) -> None:
         self._takes_mode = takes_mode
         self.policy: Policy | None = None
-        self.is_identity = True  # whether environments get the policy's actions unchanged
         self.version = 0  # the version of the policy's weights; 0 if it has none
         self.state: Any = None  # the policy's state after its last step; None if there is none
         self._since = 0  # the first version of this structure
@@ -64,12 +51,10 @@ class Actor:
         self._noise: Any = None
         self._params: list[Any] = []  # the distribution parameters of each step
         self._actions: list[Any] = []
-        self._given: list[Any] = []
 
     def load_structure(self, structure: Policy) -> None:
         """Take on a policy of this structure, whose weights arrive later."""
-        self.policy = empty_copy(structure, "cpu").eval()
-        self.is_identity = is_identity(structure)
+        self.policy = structure.eval()
         self.version = 0
         self._held = None
 
@@ -78,7 +63,7 @@ class Actor:
         self.load_structure(structure)
         load_weights(self.policy, *weights)
 
-    def load_weights(self, message: Weights, buffers: list[Any]) -> None:
+    def load_weights(self, message: Weights) -> None:
         """Load the version that a pull returned.
 
         The version becomes 0 instead if the message is a difference from other weights than those
@@ -90,17 +75,19 @@ class Actor:
         """
         if message.levels == WHOLE:
             self._held = None
-            load_weights(self.policy, *buffers)
+            load_weights(self.policy, *message.buffers)
         else:
-            *packed, others = buffers
+            *packed, others = message.buffers
             sizes = rounded_sizes(self.policy)
             difference = Difference.unpack(message.levels, *packed, sum(sizes))
             self._held = difference.added_to(self._held, sizes)
             load_weights(self.policy, self._held.numpy(), others)
         is_right = checksum(*flat_weights(self.policy)) == message.checksum
         if not is_right and message.levels != FROM_HELD:
-            text = "the checksum of the weights differs from the head's"
-            raise ValueError(f"{text}: is the network or memory faulty?")
+            raise ValueError(
+                "the checksum of the weights differs from the head's: is the network or memory "
+                "faulty?"
+            )
         self.version = message.version if is_right else 0
         self._since, self._numbers = message.since, message.numbers
 
@@ -116,7 +103,6 @@ class Actor:
         """Begin a rollout. ``starts`` ``(num_envs,)`` says which environments begin an episode."""
         self._params = []
         self._actions = []
-        self._given = []
         initial = self.policy.initial_state(len(starts))
         if layout_of_state(initial) != layout_of_state(self.state):
             self.state = initial  # there was no state, or it was another policy's
@@ -141,15 +127,26 @@ class Actor:
             self._begin_episodes(starts)
             # A copy, because `forward` may write to the state or return it among the parameters.
             params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
+        if is_first := not self._actions:
+            self._check_forward(params)
         actions = self._choose(params)
-        self._params.append(params)
-        self._actions.append(actions)
         # Copies, because `to_env` and the environments may write to actions.
         given = self.policy.to_env(map_tree(torch.clone, actions))
-        given = map_tree(lambda leaf: leaf.numpy(), given)
-        if not self.is_identity:
-            self._given.append(map_tree(np.copy, given))
-        return given
+        if is_first:
+            _check("act", actions, len(starts))
+            _check("to_env", given, len(starts))
+        self._params.append(params)
+        self._actions.append(actions)
+        return map_tree(torch.Tensor.numpy, given)
+
+    def _check_forward(self, params: Any) -> None:
+        returned = params if self._states is None else (params, self.state)
+        _check("forward", returned, len(self._rows))
+        before, after = layout_of_state(self._states), layout_of_state(self.state)
+        if before != after:  # so the next rollout would begin without the policy's memory
+            raise ValueError(
+                f"the policy's forward returns a state {after}, but its initial_state is {before}"
+            )
 
     def _choose(self, params: Any) -> Any:
         """Return the policy's actions for the next step."""
@@ -171,15 +168,8 @@ class Actor:
             self._generator.manual_seed(seed)
             own = map_tree(lambda leaf: leaf[place : place + 1], params)  # noqa: B023
             noise.append(self.policy.noise(self._request.num_steps, own, self._generator))
+            _check("noise", noise[-1], self._request.num_steps, 1)
         return map_tree(lambda *each: torch.cat(each, 1), *noise)
-
-    @property
-    def given(self) -> Any:
-        """The actions that environments got in this rollout, ``(num_steps, num_envs, ...)``.
-
-        They exist only if `is_identity` is False. Otherwise they are the policy's actions.
-        """
-        return map_tree(lambda *each: np.stack(each), *self._given)
 
     @torch.inference_mode()
     def finish(self, observations: Any) -> dict[str, Any]:
@@ -200,15 +190,17 @@ class Actor:
         try:
             logprobs = self._logprobs(params, actions)
         except ValueError:
-            _blame_environment(map_tree(torch.Tensor.numpy, params), observations)
+            self._blame_environment(map_tree(torch.Tensor.numpy, params), observations)
             raise
+        extras = dict(self.policy.extras(params, actions))
+        _check("extras", extras, *logprobs.shape)
         in_sequence = self._states is not None
         num_steps, states = self._request.num_steps, self._request.states
         measured = torch.from_numpy(measured_states(num_steps, self._rows, states, in_sequence))
         kept = {
             "actions": actions,
             "logprobs": logprobs,
-            "extras": dict(self.policy.extras(params, actions)),
+            "extras": extras,
             "params": map_tree(lambda leaf: leaf.flatten(0, 1)[measured], params),
         }
         if in_sequence:
@@ -219,7 +211,39 @@ class Actor:
         # Checked here because torch's own error would print all parameters.
         if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
             raise ValueError("params hold NaN: has the policy diverged?")
-        return self.policy.distribution(params).log_prob(actions)
+        logprobs = self.policy.distribution(params).log_prob(actions)
+        shape = self._request.num_steps, len(self._rows)
+        if logprobs.shape != shape:
+            raise ValueError(
+                f"the policy's log_prob gives {tuple(logprobs.shape)} for {shape} actions, not one "
+                "number for each: sum over the last dimensions"
+            )
+        if not logprobs.isfinite().all():
+            raise ValueError("log-probabilities are not finite: has the policy diverged?")
+        return logprobs
+
+    def _blame_environment(self, params: Any, observations: Any) -> None:
+        """Raise EnvRaised if observations may be why an environment's parameters are not finite."""
+        steps = not_finite(observations, 2)
+        envs = not_finite(params, 2).any(0) & steps.any(0)
+        if envs.any():
+            env = int(envs.argmax())
+            step = int(steps[:, env].argmax())
+            raise EnvRaised(self._rows[env]) from ValueError(
+                f"its observation before step {step} of the rollout holds NaN or infinity, and so "
+                "do its distribution parameters"
+            )
+
+
+def _check(name: str, tree: Any, *shape: int) -> None:
+    """Raise ValueError unless a policy's method gave tensors whose shapes begin with ``shape``."""
+    for leaf in leaves(tree):
+        found = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        if found[: len(shape)] != shape:
+            raise ValueError(
+                f"the policy's {name} must give tensors ({', '.join(map(str, shape))}, ...), "
+                f"got {found}"
+            )
 
 
 def noise_seed(seed: int, row: int, rollout: int) -> int:
@@ -229,14 +253,3 @@ def noise_seed(seed: int, row: int, rollout: int) -> int:
     """
     numbers = struct.pack("<4Q", seed, row, rollout, 0)
     return int.from_bytes(hashlib.blake2b(numbers, digest_size=4).digest())
-
-
-def _blame_environment(params: Any, observations: Any) -> None:
-    """Raise EnvRaised if an environment's observations may be why its parameters are not finite."""
-    steps = not_finite(observations, 2)
-    envs = not_finite(params, 2).any(0) & steps.any(0)
-    if envs.any():
-        env = int(envs.argmax())
-        step = int(steps[:, env].argmax())
-        text = f"its observation before step {step} of the rollout holds NaN or infinity"
-        raise EnvRaised(env) from ValueError(f"{text}, and so do its distribution parameters")

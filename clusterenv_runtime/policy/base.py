@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributions import Distribution, Independent, kl_divergence
 
-from ..arrays.trees import map_tree
+from ..arrays import map_tree
 
 KL_SAMPLES = 64  # actions drawn per state where the divergence must be estimated
 

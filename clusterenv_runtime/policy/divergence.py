@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays.frames import Frames
-from ..arrays.trees import leaves, map_tree
-from ..wire.part import RolloutPart
+from ..arrays import Frames, leaves, map_tree
+from ..rollout import RolloutPart
 from .base import Policy
 from .sync import measured_states
-from .tensors import to_tensors
+from .tensors import eval_mode, to_tensors
 
 
 class Sample(NamedTuple):
@@ -82,13 +81,8 @@ def params_along(policy: Policy, observations: Any, starts: np.ndarray, state: A
     begins = torch.tensor(starts, device=policy.device)
     if state is not None:
         state = map_tree(lambda leaf: torch.tensor(leaf, device=policy.device), state)
-    training = [module for module in policy.modules() if module.training]
-    policy.eval()
-    try:
+    with eval_mode(policy):
         return policy.unroll(to_tensors(observations, policy, policy.device), begins, state)[0]
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _concatenate(trees: Sequence[Any], axis: int) -> Any:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..wire.protocol import Collect
+    from ..messages import Collect
 
 KL_STATES = 1024  # measured states of all rows together; one per row if there are more rows
 # The limit on the numbers in the observations of these states, because convolutions are slow: 148

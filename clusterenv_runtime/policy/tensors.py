@@ -1,22 +1,32 @@
-"""A policy's tensors and numbers: what a worker needs to act, and what travels with each pull.
+"""A policy's tensors, numbers and structure: what workers need to act.
 
-Float32 parameters may be rounded, see `differences`. All other tensors travel unrounded, because a
-buffer may belong to a normalizer or hold an index.
+The structure is everything in the policy except its weights and its `Policy.numbers`. It travels
+once, as a pickle, and again when it has changed. Weights travel with each pull, numbers with each
+request. Float32 parameters may be rounded, see `differences`. All other tensors travel unrounded,
+because a buffer may belong to a normalizer or hold an index.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from numbers import Real
+from types import FunctionType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 
-from ..arrays.trees import map_tree
+from ..arrays import map_tree
+from ..errors import one_line
 from .base import Policy
+
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
 def to_tensors(observations: Any, policy: Policy, device: torch.device | str = "cpu") -> Any:
@@ -36,10 +46,11 @@ def numbers_of(policy: Policy) -> list[float]:
         ValueError: an attribute that `Policy.numbers` names is not a number.
     """
     for name in policy.numbers:
-        value = getattr(policy, name, None)
-        if not isinstance(value, Real):
-            text = f"{name!r} is among the policy's numbers {policy.numbers!r}, but is not a number"
-            raise ValueError(f"{text}: {value!r}")
+        if not isinstance(value := getattr(policy, name, None), Real):
+            raise ValueError(
+                f"{name!r} is among the policy's numbers {policy.numbers!r}, but is not a number: "
+                f"{value!r}"
+            )
     return [float(getattr(policy, name)) for name in policy.numbers]
 
 
@@ -49,14 +60,9 @@ def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
         setattr(policy, name, number)
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, ``(bytes,)`` uint8, in the order of its elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def rounded_sizes(policy: Policy) -> list[int]:
     """Return the number of elements of each tensor that may be rounded."""
-    return [tensor.numel() for tensor in _tensors(policy) if is_rounded(tensor)]
+    return [tensor.numel() for tensor in _tensors(policy) if _is_rounded(tensor)]
 
 
 @torch.no_grad()
@@ -67,8 +73,8 @@ def flat_weights(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
     bytes of all other tensors.
     """
     tensors = _tensors(policy)
-    flat = torch.cat([bytes_of(tensor) for tensor in tensors])
-    size = sum(tensor.nbytes for tensor in tensors if is_rounded(tensor))
+    flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
+    size = sum(tensor.nbytes for tensor in tensors if _is_rounded(tensor))
     return flat[:size].view(torch.float32), flat[size:]
 
 
@@ -87,31 +93,119 @@ def load_weights(policy: Policy, weights: Any, others: Any) -> None:
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def empty_copy(policy: Policy, device: str) -> Policy:
-    """Return a copy on ``device`` whose parameters and buffers have shapes but no data."""
+def check_policy(policy: Any) -> None:
+    """Raise TypeError if this is not a `Policy`, and ValueError if it is one that cannot travel."""
+    if not isinstance(policy, Policy):
+        found = policy.__name__ if isinstance(policy, type) else type(policy).__name__
+        raise TypeError(
+            f"expected a Policy, such as CategoricalPolicy(actor), got {found}; "
+            "see docs/policies.md"
+        )
+    if not list(policy.parameters()):
+        raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
+    if any(map(nn.parameter.is_lazy, _tensors(policy))):
+        raise ValueError(
+            "the policy has lazy modules that have not seen an input: call it once, then publish it"
+        )
 
-    def empty(tensor: torch.Tensor) -> torch.Tensor:
-        # Not empty_like, which takes 0.4 s to import sympy for a tensor on torch's meta device.
-        new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(new, requires_grad=False) if is_parameter else new
 
-    # Through deepcopy's memo, so that no weight is copied and tied weights stay tied.
-    memo = {id(tensor): empty(tensor) for tensor in _tensors(policy)}
-    # A module may keep a tensor of its last forward pass, whose graph deepcopy refuses.
-    for module in policy.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach()
-    return copy.deepcopy(policy, memo)
+@contextlib.contextmanager
+def eval_mode(policy: Policy) -> Iterator[None]:
+    """Put a policy in eval mode, as on workers, and its modules back in their modes afterward."""
+    training = [module for module in policy.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def pickled(policy: Policy, code: list[Any] | None = None) -> bytes:
+    """Return the pickle of a policy's structure. Equal structures have equal pickles.
+
+    A worker that unpickles it gets a policy in eval mode with uninitialized weights on the CPU.
+    With a list ``code``, classes and functions are added to it instead of to the pickle. This takes
+    a fraction of the time where a script defines them, but is good for comparison only.
+
+    Raises:
+        ValueError: the policy cannot travel, or has parameters that no pull would update.
+    """
+    with io.BytesIO() as file, eval_mode(policy):
+        try:
+            _Pickler(file, policy, code).dump(policy)
+        except Exception as error:
+            raise ValueError(f"the policy cannot be sent to workers: {one_line(error)}") from error
+        return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, policy: Policy, code: list[Any] | None) -> None:
+        super().__init__(file)
+        self._policy = policy
+        self._code = code
+        self._weights = {id(tensor) for tensor in _tensors(policy)}
+        self._order: dict[int, int] = {}  # of the hooks
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is OrderedDict:
+            items = value.items()
+            if value and self._are_hooks(value):  # whose keys count all hooks ever made
+                items = [(self._order.setdefault(key, len(self._order)), v) for key, v in items]
+            return OrderedDict, (), None, None, iter(items)  # several times as fast as its own
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if self._code is not None and isinstance(value, type | FunctionType):
+            self._code.append(value)
+            return id, ()
+        if value is self._policy and value.numbers:
+            value = copy.copy(value)
+            set_numbers(value, [0.0] * len(value.numbers))
+            return value.__reduce_ex__(5)
+        return super().reducer_override(value)
+
+    def _are_hooks(self, value: Any) -> bool:
+        return any(
+            vars(each).get(name) is value for each in self._policy.modules() for name in HOOKS
+        )
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        is_parameter = isinstance(value, nn.Parameter)
+        form = tuple(value.shape), value.dtype, is_parameter
+        if id(value) in self._weights:
+            return _tensor, form
+        if is_parameter and value.requires_grad:
+            raise ValueError(
+                f"it has a parameter {form[0]} that no module registers, as in a list or a "
+                "function: workers would keep it as it is. Use nn.ModuleList, or make it an "
+                "attribute"
+            )
+        if value.grad_fn is not None:  # from the last forward pass, so workers make their own
+            return torch.empty, (0,)
+        if value.layout != torch.strided:
+            return NotImplemented
+        return _tensor, (*form, _bytes_of(value.detach()).cpu().numpy().tobytes())
+
+
+def _tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, is_parameter: bool, content: bytes = b""
+) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    if content:
+        tensor = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _tensors(policy: Policy) -> list[torch.Tensor]:
     """Return all parameters and buffers, beginning with the tensors that may be rounded."""
     tensors = [*policy.parameters(), *policy.buffers()]
-    return sorted(tensors, key=lambda tensor: not is_rounded(tensor))
+    return sorted(tensors, key=lambda tensor: not _is_rounded(tensor))
 
 
-def is_rounded(tensor: torch.Tensor) -> bool:
-    """Return whether a policy's tensor may be rounded."""
+def _is_rounded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32

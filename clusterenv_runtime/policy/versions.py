@@ -11,41 +11,31 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium import Space
 from gymnasium.vector.utils import create_empty_array
 
-from ..arrays.trees import leaves
+from ..arrays import leaves
 from ..errors import one_line
-from ..wire.protocol import Collect, Weights
+from ..messages import Collect, Weights
 from .sync import KL_STATES, states_of_each_row
 
 if TYPE_CHECKING:
     import torch
 
-    from ..wire.part import RolloutPart
+    from ..rollout import RolloutPart
     from .base import Policy
     from .divergence import Sample
-    from .probe import Probed
 
-    # A message, its buffers, and the weights that the worker then holds; None in their place if the
-    # head does not keep these weights.
-    Update = tuple[Weights, list[Any], torch.Tensor | None]
+    # A message, and the weights that the worker then holds; None in their place if the head does
+    # not keep these weights.
+    Update = tuple[Weights, torch.Tensor | None]
 
 logger = logging.getLogger(__name__)
 HELD_BYTES = 2**30  # the most that the head keeps of the different weights that workers hold
 MANY_CHANGES = 10  # the change of a policy's structure at which the head warns
-
-
-class Published(NamedTuple):
-    """What the head knows about the published policy."""
-
-    version: int = 0
-    since: int = 1  # the first version of this structure
-    example: dict[str, Any] = {}  # the policy's output for one row, see `Probed.example`
-    numbers: list[float] = []  # see `Policy.numbers`
 
 
 @dataclass(eq=False)
@@ -78,73 +68,68 @@ class PolicyStore:
     Args:
         copies: the copies of all workers.
         rounds: whether workers pull rounded differences, see `differences`.
-        needs_kl: whether workers pull by divergence. If not, a policy needs no divergence.
         learners: see `ClusterEnv`; None if there is one learner.
     """
 
-    def __init__(
-        self,
-        copies: Sequence[PolicyCopy],
-        rounds: bool,
-        needs_kl: bool = True,
-        learners: Any = None,
-    ) -> None:
+    def __init__(self, copies: Sequence[PolicyCopy], rounds: bool, learners: Any = None) -> None:
         self._copies = copies
         self._rounds = rounds
-        self._needs_kl = needs_kl
         self.learners = learners
         self._own_rows = sum(len(copy.rows) for copy in copies)
         self._num_rows = self._own_rows  # all learners' rows, once the learners have shared them
-        self._spaces: tuple[Space, Space] | None = None
         self._elements = 1  # numbers in an observation
+        self._dimensions = 1  # of an action
         self.version = 0  # +1 at each publish
-        self.published = Published()
-        self.structure = b""  # the pickled policy without its weights
+        self.since = 1  # the first version of the structure
+        self.structure = b""  # see `tensors.pickled`
+        self._brief: tuple[bytes, list[Any]] | None = None  # the structure, for comparison
         self.bytes_sent = 0  # the bytes of weights sent so far, to all workers
         self.mismatches = 0  # how often a worker did not hold the weights it was sent
         self._policy: Policy | None = None
-        self._parts: dict[str, Any] = {}  # see `structure.parts_of`
-        self._probed: Probed | None = None
-        self._changes = 0  # changes of the structure whose changed parts can be named
+        self._changes = 0  # changes of the same policy's structure
         self._has_warned = False  # whether it has warned that a divergence cannot be measured
-        self._weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
+        self.weights: tuple[torch.Tensor, torch.Tensor] | None = None  # see `flat_weights`
+        self._numbers: list[float] = []  # the policy's numbers when it was published
         # The updates to the published version, by the weights that a worker holds (a tensor, by its
         # identity).
         self._updates: dict[torch.Tensor | None, Update] = {}
 
     def act_in(self, space: Space, action_space: Space) -> None:
         """Set the spaces of one observation and one action, in which policies will act."""
-        self._spaces = space, action_space
-        examples = leaves(create_empty_array(space, 1))
-        self._elements = sum(getattr(leaf, "size", 1) for leaf in examples)
+        self._elements, self._dimensions = (
+            max(sum(getattr(leaf, "size", 1) for leaf in leaves(create_empty_array(each, 1))), 1)
+            for each in (space, action_space)
+        )
 
-    def publish(self, policy: Policy, seen: Any = None) -> bool:
+    def publish(self, policy: Policy) -> bool:
         """Publish the weights of ``policy`` as the next version. Measure every copy's divergence.
 
-        Return whether ``structure`` has changed, so that the workers must get it. ``seen`` holds
-        some observations from the environments, if there are any yet.
+        Return whether ``structure`` has changed, so that the workers must get it.
 
         Raises:
             TypeError: ``policy`` is not a `Policy`.
-            ValueError: the policy cannot travel or act in these environments, or has no divergence
-                although workers pull by it. Nothing has changed then.
+            ValueError: the policy cannot travel. Nothing has changed then.
         """
-        # These modules import torch, which the policy has imported already.
-        from .structure import check_policy
-        from .tensors import flat_weights, numbers_of
+        # This module imports torch, which the policy has imported already.
+        from .tensors import check_policy, flat_weights, numbers_of, pickled
 
-        is_new = policy is not self._policy or not self.structure
-        if is_new:
+        is_known = policy is self._policy and self._brief is not None
+        if not is_known:
             check_policy(policy)
-            if self._rounds:
-                _warn_of_frozen(policy)
         numbers = numbers_of(policy)
+        brief = pickled(policy, code := []), code
+        is_same = is_known and brief == self._brief
+        structure = self.structure if is_same else pickled(policy)
         weights = flat_weights(policy)  # before anything changes, because memory may run out here
-        changed = self._update_structure(policy, is_new, seen)
+        changed = structure != self.structure
+        if changed and is_known:
+            self._count_change()
         self.version += 1
-        since = self.version if changed else self.published.since
-        self.published = Published(self.version, since, self._probed.example, numbers)
-        self._weights = weights  # encoded only when the first worker pulls them
+        if changed:
+            self.since = self.version
+        self._policy, self._numbers = policy, numbers
+        self.structure, self._brief = structure, brief
+        self.weights = weights  # encoded only when the first worker pulls them
         self._updates = {}
         for copy in self._copies:
             if changed:
@@ -154,38 +139,14 @@ class PolicyStore:
         self._measure([copy for copy in self._copies if copy.behavior])
         return changed
 
-    def _update_structure(self, policy: Policy, is_new: bool, seen: Any) -> bool:
-        """Try the policy if anything except weights and numbers has changed.
-
-        Return whether workers need another structure. For a new wrapper around the same module,
-        they do not.
-        """
-        from .probe import probe
-        from .structure import changed_parts, parts_of, pickled
-
-        parts = parts_of(policy)
-        changes = changed_parts(self._parts, parts)
-        if self._probed is not None:
-            changes -= self._probed.volatile
-        if not is_new and not changes:
-            return False
-        structure = pickled(policy)
-        probed = probe(policy, *self._spaces, seen)
-        if self._needs_kl and probed.kl_fault is not None:
-            text = f"the policy has no KL divergence: {probed.kl_fault}"
-            raise ValueError(f"{text}; define its kl, or set sync_mode to 'always'")
-        changed = structure != self.structure
-        self._changes += bool(changed and self.structure and changes)
-        if self._changes == MANY_CHANGES and changed:
-            text = "the policy's structure changed %d times, by its %s, and workers got all weights"
-            hint = "should that be one of its numbers, or a buffer? See docs/policies.md"
-            names = " and ".join(sorted(changes)[:3])
-            logger.warning(f"{text}: {hint}", MANY_CHANGES, names)
-        self._policy = policy
-        self._parts = parts
-        self._probed = probed
-        self.structure = structure
-        return changed
+    def _count_change(self) -> None:
+        self._changes += 1
+        if self._changes == MANY_CHANGES:
+            logger.warning(
+                "the policy's structure changed %d times, and workers got all weights each time: "
+                "should an attribute be one of its numbers, or a buffer? See docs/policies.md",
+                MANY_CHANGES,
+            )
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
         """Measure how far copies that have acted have diverged from the policy.
@@ -195,7 +156,7 @@ class PolicyStore:
         """
         from .divergence import divergence
 
-        if not copies or self._probed.kl_fault is not None:
+        if not copies:
             return
         try:
             nats = divergence(self._policy, [copy.recent for copy in copies])
@@ -207,23 +168,26 @@ class PolicyStore:
                 self._measure([copy])
             return
         for copy, of_copy in zip(copies, nats, strict=True):
-            if np.isnan(of_copy):
-                self._warn(copy, "it is NaN")
+            if not of_copy > -1e-3:  # NaN, or no divergence
+                self._warn(copy, f"it is {of_copy}")
             else:
-                copy.divergence = float(of_copy) / self._probed.dimensions
+                copy.divergence = float(of_copy) / self._dimensions
 
     def _warn(self, copy: PolicyCopy, why: str) -> None:
         """Warn that a divergence could not be measured, the first time only."""
         if not self._has_warned:
             self._has_warned = True
-            text = "worker %d's divergence could not be measured, so it pulls: %s"
-            logger.warning(text, self._copies.index(copy), why)
+            logger.warning(
+                "worker %d's divergence could not be measured, so it pulls: %s",
+                self._copies.index(copy),
+                why,
+            )
 
     def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
         """Keep the measured states of a worker's part, with the distribution parameters there."""
         from .divergence import Sample
 
-        if part.version < self.published.since:
+        if part.version < self.since:
             return  # the part is of another structure
         if part.version != copy.behavior or part.states is not None:
             copy.recent = []  # states of the same version accumulate, except for sequences
@@ -257,47 +221,53 @@ class PolicyStore:
             for copy in copies
         ]
 
-    def pull(self, copy: PolicyCopy, version: int) -> tuple[Weights, list[Any]]:
-        """Return the message and buffers that bring a worker to the published version.
+    def pull(self, copy: PolicyCopy, version: int) -> Weights:
+        """Return the message that brings a worker to the published version.
 
         ``version`` is the version that the worker says it holds.
         """
         if version != copy.held and copy.weights is not None:
             self.mismatches += 1
-            text = "worker %d does not hold the weights it was sent, and gets all weights"
-            logger.warning(f"{text} (%d times so far)", self._copies.index(copy), self.mismatches)
+            logger.warning(
+                "worker %d does not hold the weights it was sent, and gets all weights "
+                "(%d times so far)",
+                self._copies.index(copy),
+                self.mismatches,
+            )
             copy.weights = None
         if copy.weights not in self._updates:
             self._updates[copy.weights] = self._encode(copy)
-        message, buffers, copy.weights = self._updates[copy.weights]
+        message, copy.weights = self._updates[copy.weights]
         copy.held = self.version
         copy.pulls += 1
-        self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in buffers)
-        return message, buffers
+        self.bytes_sent += sum(memoryview(buffer).nbytes for buffer in message.buffers)
+        return message
 
     def _encode(self, copy: PolicyCopy) -> Update:
         """Return the update from the weights that a worker holds, see `_updates`."""
         from .differences import WHOLE, Difference, checksum
         from .tensors import rounded_sizes
 
-        weights, others = self._weights
-        _, since, _, numbers = self.published
-        exact = others.cpu().numpy().data
+        weights, others = self.weights
+        exact = others.cpu().numpy()
         sizes = rounded_sizes(self._policy)
         held = None if copy.weights is None else copy.weights.to(weights.device)
         difference = Difference.between(held, weights, sizes) if self._rounds and sizes else None
         if difference is not None:
-            packed = difference.pack()
+            packed = [np.frombuffer(each, np.uint8) for each in difference.pack()]
             if sum(map(len, packed)) < weights.nbytes:
                 after = difference.added_to(held, sizes)
-                told = difference.levels, checksum(after, others), since, numbers
-                message = Weights(self.version, *told)
+                levels, check = difference.levels, checksum(after, others)
                 # Without room for these weights, the head sends all weights at the next pull.
                 of_others = {each.weights for each in self._copies if each is not copy} - {None}
                 held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
-                return message, [*packed, exact], after if held_bytes <= HELD_BYTES else None
-        message = Weights(self.version, WHOLE, checksum(weights, others), since, numbers)
-        return message, [weights.cpu().numpy().data, exact], None
+                kept = after if held_bytes <= HELD_BYTES else None
+                return self._message(levels, check, [*packed, exact]), kept
+        whole = [weights.cpu().numpy(), exact]
+        return self._message(WHOLE, checksum(weights, others), whole), None
+
+    def _message(self, levels: int, check: int, buffers: list[Any]) -> Weights:
+        return Weights(self.version, levels, check, self.since, self._numbers, buffers)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -314,22 +284,10 @@ class PolicyStore:
         """
         self.version = state["policy_version"]
         self.bytes_sent = state["sync_bytes"]
-        self.structure = b""
+        self.structure, self._brief = b"", None
         # The mean number of pulls per worker stays the same.
         pulls = round(state["pulls"] * len(self._copies) / state["workers"])
         each, rest = divmod(pulls, len(self._copies))
         for index, copy in enumerate(self._copies):
             copy.forget()
             copy.pulls = each + (index < rest)
-
-
-def _warn_of_frozen(policy: Policy) -> None:
-    """Warn that frozen parameters are rounded like those that learn."""
-    from .tensors import is_rounded
-
-    named = policy.named_parameters()
-    frozen = [name for name, each in named if is_rounded(each) and not each.requires_grad]
-    if frozen:
-        text = "workers get the frozen parameter%s %s rounded, like all others: for exactness, %s"
-        hint = "make it a buffer, or pull weights='float32'"
-        logger.warning(text, "s" * (len(frozen) > 1), ", ".join(frozen[:3]), hint)

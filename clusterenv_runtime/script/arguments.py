@@ -20,18 +20,11 @@ import msgspec
 import tyro
 
 from ..errors import Interrupted, LearnerLostError, StartupError, WorkerDiedError
-from ..launchers.processes import current_directory
-from ..options import (
-    ClusterOptions,
-    Name,
-    NotNegative,
-    Positive,
-    PositiveNumber,
-    RunsCode,
-    check_ranges,
-)
+from ..launchers.local import current_directory
+from ..options import REMOVED, ClusterOptions
 from .checks import check, one_line_for
 from .flags import names, show_help
+from .types import Name, NotNegative, Positive, PositiveNumber, RunsCode, check_values
 
 T = TypeVar("T", bound="ScriptArgs")
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
@@ -185,7 +178,7 @@ class ScriptArgs(ClusterOptions):
     def of_evaluation(self) -> Self:
         """The flags of the worker that evaluates while the others train."""
         port = self.port and self.port + 1
-        own = {"num_workers": 1, "min_workers": None, "port": port, "eval_interval": None}
+        own = {"num_workers": 1, "port": port, "eval_interval": None}
         return dataclasses.replace(self, **own)
 
     def options(self) -> dict[str, Any]:
@@ -221,9 +214,14 @@ def parse(script_args: type[T], default: T | None = None) -> T:
     argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
     if {"-h", "--help"} & set(argv):
         show_help(groups_of(script_args), default or script_args())
+    for name, instead in REMOVED.items():
+        flag = rf"--(no-)?{name.replace('_', '[-_]')}(=|$)"
+        given = [arg for arg in argv if re.match(flag, arg)]
+        instead = instead.replace("bind_address", "--bind-address")
+        check(not given, f"{spell(name)} is no longer a flag: {instead}")
     args = tyro.cli(script_args, args=argv, default=default)
     with one_line_for(ValueError):
-        check_ranges(args)
+        check_values(args)
     pairs = "must be name=value pairs, as in 'gravity=-5 enable_wind=true'"
     with one_line_for(ValueError, text=f"env_kwargs {pairs}"):
         read_kwargs(args.env_kwargs)
@@ -239,7 +237,7 @@ def check_flags(args: ScriptArgs) -> None:
     """Exit with a one-line error if flags of all scripts do not fit each other or this machine."""
     with one_line_for(StartupError, ValueError):
         args.check(args.make_launcher(None))
-    if args.bind_address:
+    if args.bind_address and args.bind_address not in dict(map(reversed, socket.if_nameindex())):
         family = socket.AF_INET6 if ":" in args.bind_address else socket.AF_INET
         where = f"--bind-address {args.bind_address}, port {args.port}"
         with one_line_for(OSError, text=f"cannot listen on {where}"):

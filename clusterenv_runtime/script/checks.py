@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..arrays.trees import not_finite
+from ..arrays import not_finite
 from ..errors import Interrupted, printable
 from ..rollout import Rollout
 

@@ -19,13 +19,14 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     """
     launcher = args.make_launcher(log_dir)
     keys, address = os.path.join(launcher.directory or "", "KEYS"), args.check(launcher)
-    if args.interface:
+    if args.bind_address:  # it may be the name of an interface
         with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
-            probe.bind(f"tcp://{args.interface}:*")
+            probe.ipv6 = ":" in args.bind_address
+            probe.bind(listening_address(args.bind_address, "*", keys))
             address = probe.last_endpoint.decode().removeprefix("tcp://").rpartition(":")[0]
-    key_file = f"{keys}/key" if address and args.security == "curve" else None
+            address = address.strip("[]")
+    key_file = f"{keys}/key" if address else None
     address = listening_address(address, args.port or "PORT", keys)
-    launcher.resources = args.resources
     launcher.prepare(args.num_workers, args.worker_flags(launcher, address, key_file), keys)
     variables = [f"{name}={value}" for name, value in launcher.variables().items()]
     before = ["env", *variables] if variables else []

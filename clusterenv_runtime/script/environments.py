@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -9,11 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from ..errors import EnvError, one_line
-from ..extras.backends import make_vec
-from ..extras.together import AutoresetError, Together
 from .checks import ATARI, check
 
 if TYPE_CHECKING:
@@ -37,8 +36,8 @@ def by_backend(
 ) -> Any:
     """Return the first argument of `ClusterEnv`.
 
-    With --env-backend gymnasium it is ``env_fns``, otherwise a `Together` that makes each worker's
-    environments by the backend.
+    With --env-backend gymnasium it is ``env_fns``, otherwise a function that makes a worker's
+    environments by the backend, in one `VectorEnv`.
 
     Args:
         args: the script's flags.
@@ -57,14 +56,38 @@ def by_backend(
         wrappers = of_envpool
         arguments = {"num_threads": args.env_threads, **envpool, **kwargs}
     checks = partial(check_plain, make_env, env_id, kwargs, wrappers)
-    return Together(partial(_make_checked, checks, partial(make_vec, backend, env_id, **arguments)))
+    return partial(_make_checked, checks, partial(make_vec, backend, env_id, **arguments))
 
 
 def _make_checked(
-    checks: Callable[[], None], make: Callable[..., VectorEnv], num_envs: int
+    checks: Callable[[], None], make: Callable[[int], VectorEnv], num_envs: int
 ) -> VectorEnv:
     checks()
-    return make(num_envs=num_envs)
+    return make(num_envs)
+
+
+def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorEnv:
+    """Make environments that step together, with the backend "vector" or "envpool".
+
+    ``kwargs`` go to the constructor of the environments. With "vector", the environment must have
+    a vector version, registered as Gymnasium's `vector_entry_point`. Atari games (ALE) have one in
+    C++, which gets one thread by default, as EnvPool does, and resets in an episode's last step.
+    Gymnasium's own vector version, of CartPole, supports only next-step autoreset, so `ClusterEnv`
+    refuses it.
+
+    Raises:
+        gymnasium.error.Error: there is no such environment, or it has no vector version.
+        ModuleNotFoundError: EnvPool is not installed.
+    """
+    if backend == "envpool":
+        if importlib.util.find_spec("envpool") is None:
+            raise ModuleNotFoundError("EnvPool is not installed: pip install envpool")
+        from ..extras.envpool import EnvPoolVectorEnv
+
+        return EnvPoolVectorEnv(env_id, num_envs, **kwargs)
+    if "ale_py" in str(getattr(gym.registry.get(env_id), "vector_entry_point", None)):
+        kwargs = {"num_threads": 1, "autoreset_mode": AutoresetMode.SAME_STEP, **kwargs}
+    return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
 
 
 @contextmanager
@@ -74,7 +97,7 @@ def env_setup(run: Run) -> Iterator[None]:
     If flags are wrong, remove the directory of a new run, and exit with a one-line error.
     """
     try:
-        with one_line_for_environments(run.args):
+        with one_line_for_environments(run.args, run.args.env_backend != "gymnasium"):
             yield
     except SystemExit:
         run.directory.remove()
@@ -82,13 +105,17 @@ def env_setup(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def one_line_for_environments(args: Any) -> Iterator[None]:
-    """Exit with a one-line error if environments cannot be made in this block because of flags."""
+def one_line_for_environments(args: Any, by_backend: bool = False) -> Iterator[None]:
+    """Exit with a one-line error if environments cannot be made in this block because of flags.
+
+    ``by_backend`` says whether --env-backend makes them.
+    """
     module, colon, _ = args.env_id.rpartition(":")
     is_file = "/" in module or module.endswith(".py")
     says = "the part before the colon is a module, as in an import: my_env for the file my_env.py"
     check(not is_file, f"--env-id {args.env_id}: {says}")
-    flags = [f"--env-kwargs {args.env_kwargs}"] if args.env_kwargs else []
+    flags = [f"--env-backend {args.env_backend}"] if by_backend else []
+    flags += [f"--env-kwargs {args.env_kwargs}"] if args.env_kwargs else []
     flags += ["--capture-video"] if args.capture_video else []
     try:
         yield
@@ -108,8 +135,6 @@ def one_line_for_environments(args: Any) -> Iterator[None]:
         check(False, f"{error}{hint}")
     except BackendError as error:
         check(False, f"--env-backend {args.env_backend} {error}")
-    except AutoresetError as error:
-        check(False, f"--env-backend {args.env_backend}: {error}")
     except Exception as error:
         is_of_env = isinstance(error, EnvError) or isinstance(error.__cause__, EnvError)
         if not (flags and is_of_env):

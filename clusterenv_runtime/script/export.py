@@ -24,7 +24,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ..arrays.trees import filled, map_tree
+from ..arrays import filled, map_tree
 from ..errors import one_line
 from ..policy.base import Policy
 from ..policy.tensors import to_tensors

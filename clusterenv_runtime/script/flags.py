@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import tyro
 
-from ..errors import until_pipe_closes
+from .output import until_pipe_closes
 
 
 def names(kind: type) -> list[str]:

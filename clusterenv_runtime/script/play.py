@@ -12,13 +12,13 @@ import tyro
 
 from ..env import ClusterEnv
 from ..errors import StartupError, WorkerDiedError
-from ..options import Positive, check_ranges
 from .arguments import Seed, check_moviepy
 from .checks import one_line_for
 from .environments import one_line_for_environments
 from .evaluation import FIRST_SEED, check_pictures, film
 from .progress import say
 from .trained import Trained, TrainedArgs
+from .types import Positive, check_values
 
 
 @dataclass
@@ -71,7 +71,7 @@ def main() -> None:
     """Play the episodes that the command line asks for."""
     args = tyro.cli(Args, description=__doc__)
     with one_line_for(ValueError):
-        check_ranges(args)
+        check_values(args)
     with one_line_for(StartupError, WorkerDiedError):
         play(args)
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tyro
 
-from ..errors import print_line, printable
-from ..options import Positive, check_ranges
+from ..errors import printable
 from .arguments import ScriptArgs
 from .checkpoint import replaced
 from .checks import check, one_line_for
@@ -31,6 +30,8 @@ from .curve import on_grid
 from .estimates import ENOUGH, interval, iqm
 from .flags import names
 from .logged import LoggedRun
+from .output import print_line
+from .types import Positive, check_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -293,7 +294,7 @@ def write(args: Args, rows: list[Row], figure: "Figure") -> str:
 def main() -> None:
     args = tyro.cli(Args)
     with one_line_for(ValueError):
-        check_ranges(args)
+        check_values(args)
     check(args.runs, "name the runs to compare, such as runs/A* runs/B*")
     ending = "a file's name with an ending, such as comparison.png"
     check(os.path.splitext(args.output)[1], f"--output must be {ending}, got {args.output}")

@@ -14,7 +14,7 @@ import torch
 from rich import progress
 from rich.console import Console
 
-from ..errors import print_line
+from .output import print_line
 
 FIRST_WORD_S = 5.0  # seconds before a slow operation is first reported
 
@@ -104,8 +104,8 @@ class Progress:
         self._is_quiet = is_quiet
         self.expect("starting")
         if not is_quiet:
-            for name, tell in ("start", say), ("pool.waits", self.tell):
-                log = logging.getLogger(f"clusterenv_runtime.head.{name}")
+            for name, tell in ("env", say), ("head.pool.waits", self.tell):
+                log = logging.getLogger(f"clusterenv_runtime.{name}")
                 log.setLevel(logging.INFO)
                 log.handlers = [_Telling(tell)]
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..errors import printable
-from ..options import that_run_code
 from .arguments import ScriptArgs, parse, spell
 from .checks import check, one_line_for
+from .types import that_run_code
 
 T = TypeVar("T", bound=ScriptArgs)
 

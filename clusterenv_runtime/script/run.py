@@ -18,7 +18,7 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from ..env import ClusterEnv
-from ..errors import CheckpointError, print_line
+from ..errors import CheckpointError
 from ..policy.base import Policy
 from ..rollout import Rollout
 from .arguments import ScriptArgs, check_flags
@@ -30,6 +30,7 @@ from .environments import env_setup
 from .evaluation import Evaluations
 from .logs import Logs, log_in
 from .model import save_model
+from .output import print_line
 from .progress import Progress, end_of, say, size_of, start_of, status_of
 from .resume import flags_of, name_of, resume_command
 from .signals import Signals

@@ -19,10 +19,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import printable, until_pipe_closes
+from ..errors import printable
 from .checks import check, one_line_for
 from .curve import on_grid
 from .directory import check_exists, holder_of
+from .output import until_pipe_closes
 from .status import FILE, Status
 
 LOOK_S = 0.5

@@ -5,29 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import io
 import logging
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 from ..errors import StartupError
-from ..wire.security import read_key_file
+from ..security import read_key_file
 from .connection import Connection, End
 from .worker import Worker
-
-
-class Output(io.FileIO):
-    """An output stream that drops what it cannot write, so a full disk does not end the worker."""
-
-    def write(self, data: Any) -> int:
-        """Write the data. Return its full length, even if it could not be written."""
-        with contextlib.suppress(OSError):
-            super().write(data)
-        return len(data)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -58,7 +46,9 @@ def main(
     """
     args = parse(arguments)
     _handle_signals()
-    sys.stdout, sys.stderr = map(_output, (1, 2))
+    for stream in sys.stdout, sys.stderr:
+        if stream is not None:
+            stream.reconfigure(line_buffering=True, errors="backslashreplace")
     logging.basicConfig(format=f"worker {args.index}: %(message)s")
     try:
         keys = None if args.key_file is None else read_key_file(args.key_file)
@@ -76,16 +66,7 @@ def main(
         worker.close()
         connection.close()
         warnings.simplefilter("ignore", ResourceWarning)  # the pulse stays open to the end
-        _flush_files()
         gc.freeze()  # collecting torch's objects at exit would take most of a second
-
-
-def _flush_files() -> None:
-    """Flush files that nobody has closed, as the interpreter's own shutdown would."""
-    kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom
-    for file in [each for each in gc.get_objects() if type(each) in kinds]:
-        with contextlib.suppress(Exception):
-            file.flush()
 
 
 def _watch_parent(head: int | None) -> Callable[[], bool] | None:
@@ -104,11 +85,6 @@ def _watch_parent(head: int | None) -> Callable[[], bool] | None:
             os.kill(head, 0)
             return None  # the head lives: this process's parent is a --worker-prefix
     return has_left
-
-
-def _output(file: int) -> io.TextIOWrapper:
-    raw = Output(file, "w", closefd=False)
-    return io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
 
 
 def _end(*_: object) -> None:

@@ -12,14 +12,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ..launchers.processes import VARIABLE, kill_marked
-from ..wire import protocol
-from ..wire.security import WorkerKeys
+from .. import messages
+from ..errors import ProtocolError
+from ..launchers.local import VARIABLE, kill_marked
+from ..pickling import from_frames
+from ..security import WorkerKeys
 
 logger = logging.getLogger(__name__)
 HELLO_S = 5.0  # seconds without a message from the head before a worker repeats its `Hello`
@@ -73,9 +74,9 @@ class Connection:
         # whatever Python does. The socket stays open until the process ends, because the head takes
         # its closing for the end of the process.
         self._pulse = zmq.Context().socket(zmq.DEALER)
-        self._pulse.routing_id = protocol.pulse_of(self._socket.routing_id)
+        self._pulse.routing_id = messages.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
-        protocol.keep_alive(self._pulse, timeout)
+        messages.keep_alive(self._pulse, timeout)
         self._is_settled = threading.Event()  # see `settle`
         self._monitors = [
             _dial(each, address, keys, timeout) for each in (self._pulse, self._socket)
@@ -83,38 +84,41 @@ class Connection:
         # After this message the head expects the pulse to stay. If the head has already refused the
         # connection, the message cannot be sent, and this process will end.
         with contextlib.suppress(zmq.Again):
-            self._pulse.send(protocol.encode((None, protocol.Ping())), zmq.DONTWAIT)
+            self._pulse.send_multipart(messages.PING, zmq.DONTWAIT)
         threading.Thread(target=self._exit_with_head, daemon=True).start()
         self.waited = 0.0  # seconds spent in `receive` since this was last set to 0
 
     def greet(self, index: int) -> None:
         """Send `Hello` as worker ``index`` until the head's first message arrives."""
-        host = re.sub(r"[^\w.:-]", "_", socket.gethostname())[:255]  # the head accepts no others
-        hello = protocol.Hello(
-            protocol.PROTOCOL_VERSION, index, host, os.getpid(), protocol.shared_versions()
+        host = re.sub(r"[^\w.:-]", "_", socket.gethostname(), flags=re.ASCII)[:255]
+        hello = messages.Hello(
+            messages.PROTOCOL_VERSION, index, host, os.getpid(), messages.shared_versions()
         )
         start = time.monotonic()
         has_warned = False
-        self.send(None, hello)
+        self._socket.send_multipart(messages.hello_frames(hello))
         # One `Hello` is not enough: the head drops it while it does not know yet that the process
         # before this one is dead.
         while not self._socket.poll(HELLO_S * 1000):
-            self.send(None, hello)
+            self._socket.send_multipart(messages.hello_frames(hello))
             waited = time.monotonic() - start
             if waited > self._startup_timeout and not has_warned:
                 has_warned = True
-                text = "no response for %.0f s: the head is busy, or does not expect this worker"
-                logger.warning(text, waited)
+                logger.warning(
+                    "no response for %.0f s: the head is busy, or does not expect this worker",
+                    waited,
+                )
 
     def settle(self) -> None:
         """Wait until the pulse is established, so that the head would notice its end."""
         self._is_settled.wait()  # if the pulse never connects, this process ends
 
-    def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
-        self._socket.send_multipart(protocol.frames(seq, message, *buffers), copy=False)
+    def send(self, seq: int | None, message: messages.Message, allowed: tuple[type, ...]) -> None:
+        """Send a message with values of these classes, see `messages.worker_frames`."""
+        self._socket.send_multipart(messages.worker_frames(seq, message, allowed), copy=False)
 
-    def receive(self, waits: bool = True) -> tuple[int | None, protocol.FromHead, list[Any]] | None:
-        """Return the next message other than `Ping`: its ``seq``, its content and its buffers.
+    def receive(self, waits: bool = True) -> tuple[int | None, messages.Message] | None:
+        """Return ``seq`` and the next message other than `Ping`.
 
         Unless ``waits`` is True, return None if no message has arrived.
 
@@ -123,17 +127,16 @@ class Connection:
         """
         start = time.perf_counter()
         while waits or self._socket.poll(0):
-            header, *buffers = self._socket.recv_multipart(copy=False)
+            frames = self._socket.recv_multipart(copy=False)
             try:
-                seq, request = protocol.decode_from_head(header.buffer)
-            except Exception as error:  # malformed bytes raise many kinds of exceptions in msgspec
-                logger.warning("dropped a malformed message: %s", error)
-                continue
-            if isinstance(request, protocol.Close):
+                seq, message = from_frames([frame.buffer for frame in frames])
+            except ProtocolError:  # Ctrl-C came while the head sent this, and ends the head
+                raise End from None
+            if isinstance(message, messages.Close):
                 raise End
-            if not isinstance(request, protocol.Ping):
+            if not isinstance(message, messages.Ping):
                 self.waited += time.perf_counter() - start
-                return seq, request, [buffer.buffer for buffer in buffers]
+                return seq, message
         return None
 
     def close(self) -> None:
@@ -156,8 +159,7 @@ class Connection:
                     break
                 time.sleep(0.01)
             self._tidy_up()
-            if VARIABLE in os.environ:
-                kill_marked(os.environ[VARIABLE])
+            kill_marked(os.environ.get(VARIABLE, "").split(".")[-1:])  # the last mark is its own
             os._exit(1)
         for monitor in self._monitors:
             monitor.close()
@@ -166,14 +168,14 @@ class Connection:
         """Wait until there is no head, and return why. Read the pulse's pings until then."""
         gone = "there is no head at the other end"
         deadline = time.monotonic() + self._startup_timeout
-        connected = 0
+        connected: set[zmq.Socket[bytes]] = set()
         poller = zmq.Poller()
         for each in (self._pulse, *self._monitors):
             poller.register(each, zmq.POLLIN)
         while not self._head_has_left():
             # Until the deadline, libzmq retries a link that does not connect: the network may be
             # down for a moment.
-            if connected < 2 and time.monotonic() >= deadline:
+            if len(connected) < 2 and time.monotonic() >= deadline:
                 return gone
             for each, _ in poller.poll(1000):
                 if each is self._pulse:
@@ -183,10 +185,12 @@ class Connection:
                 if event == REFUSED:
                     return "the head refuses this worker because its keys are not this run's"
                 if event == zmq.EVENT_DISCONNECTED:
-                    return gone
-                connected += 1
+                    if each in connected:
+                        return gone
+                    continue  # the head was too busy for the handshake; libzmq tries again
+                connected.add(each)
                 if each is self._monitors[0]:
-                    time.sleep(1.5 * protocol.PULSE_S)  # the first heartbeat comes after one
+                    time.sleep(1.5 * messages.PULSE_S)  # the first heartbeat comes after one
                     self._is_settled.set()
         return gone
 
@@ -204,7 +208,7 @@ def _dial(
     socket.tcp_keepalive_idle = seconds // 2
     socket.tcp_keepalive_intvl = seconds // 4
     socket.connect_timeout = socket.reconnect_ivl = RECONNECT_MS
-    protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
+    messages.set_limit(socket)
     if keys is not None:
         keys.secure(socket)
     monitor = socket.get_monitor_socket(SUCCEEDED | REFUSED | zmq.EVENT_DISCONNECTED)

@@ -6,41 +6,24 @@ import contextlib
 import itertools
 import os
 import pickle
-import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..envs.blueprint import EnvFns, LayoutOf, Told
-from ..envs.large import open_shared
-from ..envs.script import load_registry
+from .. import messages
 from ..errors import EnvRaised
+from ..messages import Message, Part, Reply
+from ..pickling import NotSendable, pack_exception, sendable
 from ..policy.sync import SyncRule
-from ..wire import protocol
-from ..wire.buffers import to_buffers
-from ..wire.codec import name_of, pack
-from ..wire.exceptions import MAX_BYTES, pack_exception
-from ..wire.part import RolloutPart, check_part, pack_part
-from ..wire.protocol import (
-    Collect,
-    CutOff,
-    Evaluate,
-    Reset,
-    SetAttr,
-    Setup,
-    Step,
-    Structure,
-    Weights,
-)
+from ..setup import loads, register
 from .connection import Connection, End
-from .one_by_one import EnvsOneByOne, seed_globals
-from .transitions import Scores
+from .envs import WorkerEnvs
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
@@ -48,35 +31,11 @@ if TYPE_CHECKING:
 LOOK_S = 0.1  # seconds between looks for messages while a worker acts
 # After an error in one of these requests, the environments must be reset. After an error in `Setup`
 # or `Structure`, the worker ends.
-IN_EPISODES = Reset | Step | CutOff | Collect | Evaluate
+IN_EPISODES = (
+    messages.Reset | messages.Step | messages.CutOff | messages.Collect | messages.Evaluate
+)
+UNREADABLE = "<exception str() failed>"  # as in Python's tracebacks
 EVALUATED_STEPS = 32  # steps that an evaluation takes at once in each environment
-
-
-def build_environments(
-    env_fns: EnvFns,
-    num_envs: int,
-    layout_of: LayoutOf,
-    registry: dict[str, bytes | str],
-    built: Callable[[], None] = lambda: None,
-    first_row: int = 0,
-    seed: int = 0,
-) -> Any:
-    """Build a worker's environments.
-
-    The first four arguments come from `Blueprint.setup`; the others are those of `EnvsOneByOne`.
-    """
-    load_registry(registry)
-    if hasattr(env_fns, "build"):
-        seed_globals(seed, first_row)
-        return env_fns.build(layout_of, num_envs)
-    return EnvsOneByOne(env_fns, layout_of, built, first_row, seed)
-
-
-def tell(envs: Any) -> Told:
-    """Return what the head must know about environments that `build_environments` returned."""
-    layout = envs.layout
-    spaces = layout.single_observation_space, layout.single_action_space
-    return *spaces, dict(envs.metadata), envs.render_mode, envs.spaces
 
 
 class Worker:
@@ -85,9 +44,11 @@ class Worker:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         # Requests that arrived while the worker acted or waited for weights.
-        self._later: deque[tuple[int | None, protocol.FromHead, list[Any]]] = deque()
-        self._envs: Any = None  # what `build_environments` returned
-        self._first_row, self._rule = 0, SyncRule()
+        self._later: deque[tuple[int | None, Message]] = deque()
+        self._envs: WorkerEnvs | None = None
+        self._rows = range(0)
+        self._rule = SyncRule()
+        self._allowed: tuple[type, ...] = ()  # classes of values that the head reads
         self._actor: Actor | None = None
         self._has_failed = False  # whether a request failed since the last full reset
         self._next_look = 0.0  # the time of the next look for messages while acting
@@ -107,155 +68,140 @@ class Worker:
             if self._envs is not None:
                 self._envs.close()
         finally:
-            threading._shutdown()  # Python calls it at exit; threads may still write files
+            for thread in threading.enumerate():  # they may still write files
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
 
-    def _answer(self, seq: int | None, request: protocol.FromHead, buffers: list[Any]) -> None:
-        if isinstance(request, Reset) and not request.partial:
+    def _answer(self, seq: int | None, message: Message) -> None:
+        if isinstance(message, messages.Reset) and message.mask is None:
             self._has_failed, self._next_seeds = False, None
-        if self._has_failed and isinstance(request, IN_EPISODES):
+        if self._has_failed and isinstance(message, IN_EPISODES):
             return  # the head has given up this request
         try:
-            if isinstance(request, Collect):
-                answer, out = self._collect(seq, request)
-            else:
-                answer, out = self._reply(request, buffers)
-            self._connection.send(seq, answer, *out)
+            self._send(seq, self._handle(seq, message))
         except End:
             raise
         except BaseException as error:
-            is_fatal = isinstance(request, Setup | Structure)
-            ends_episodes = isinstance(request, IN_EPISODES)
-            if ends_episodes:
-                self._has_failed, self._envs.infos = True, []
-            self._connection.send(seq, self._describe(error, is_fatal, ends_episodes))
+            is_fatal = isinstance(message, messages.Setup | messages.Structure)
+            self._has_failed |= isinstance(message, IN_EPISODES)
+            self._send(seq, self._describe(error, is_fatal, isinstance(message, IN_EPISODES)))
             if is_fatal:
                 raise End from error
 
-    def _describe(self, error: BaseException, fatal: bool, ends_episodes: bool) -> protocol.Error:
+    def _send(self, seq: int | None, message: Message) -> None:
+        """Send a message, without the infos that the head would not read."""
+        try:
+            self._connection.send(seq, message, self._allowed)
+        except NotSendable:
+            value = getattr(message, "value", None)
+            if not isinstance(value, dict) or "infos" not in value:
+                raise
+            infos, dropped = sendable(value["infos"], self._allowed)
+            reply = Reply({**value, "infos": infos}, dropped)
+            self._connection.send(seq, reply, self._allowed)
+
+    def _describe(self, error: BaseException, fatal: bool, ends_episodes: bool) -> messages.Error:
         env = None
         if isinstance(error, EnvRaised):
-            env, error = self._first_row + error.env, error.__cause__
-        kind, *bases = [_text(partial(name_of, each)) for each in type(error).__mro__]
-        content, arrays, is_whole = pack_exception(error)
-        # KeyError shows the repr of its key.
-        says_key = type(error).__str__ is KeyError.__str__ and len(error.args) == 1
-        return protocol.Error(
+            env, error = error.env, error.__cause__
+        return messages.Error(
             env=env,
-            kind=kind,
-            message=_text(lambda: error.args[0] if says_key else error),
-            traceback=_text(lambda: "".join(traceback.format_exception(error))),
+            kind=f"{type(error).__module__}.{type(error).__qualname__}",
+            text=_attempt(lambda: str(error), UNREADABLE),
+            traceback=_attempt(lambda: "".join(traceback.format_exception(error)), UNREADABLE),
             fatal=fatal,
             ends_episodes=ends_episodes,
-            bases=bases,
-            content=content,
-            arrays=arrays,
-            is_whole=is_whole,
+            exception=_attempt(lambda: pack_exception(error, self._allowed), None),
         )
 
-    def _reply(
-        self, request: protocol.FromHead, buffers: list[Any]
-    ) -> tuple[protocol.Reply, list[Any]]:
-        """Execute a request. Return the reply and its buffers."""
-        arrays: list[np.ndarray] = []
-        dropped: list[str] = []  # keys of infos and metadata that cannot be sent
-        value = self._handle(request, buffers)
-        value = pack(value, arrays, dropped if isinstance(request, Setup) else None)
-        infos, self._envs.infos = self._envs.infos, []
-        packed = pack(infos, arrays, dropped)
-        names = list(dict.fromkeys(dropped))[: protocol.MAX_DROPPED]
-        return protocol.Reply(value, packed, names), to_buffers(arrays)
-
-    def _handle(self, request: protocol.FromHead, buffers: list[Any]) -> Any:
-        match request:
-            case Setup():
-                return self._set_up(request, *buffers)
-            case Reset():
-                observations = self._reset(*pickle.loads(buffers[0]))
+    def _handle(self, seq: int | None, message: Message) -> Reply | Part:
+        """Do what a message asks for, and return the response."""
+        match message:
+            case messages.Collect():
+                return self._collect(seq, message)
+            case messages.Setup():
+                return Reply(self._set_up(message))
+            case messages.Reset():
+                observations, infos = self._envs.reset(
+                    message.seeds, pickle.loads(message.options), message.mask
+                )
                 self._connection.waited = 0.0  # only waits for later requests count
-                return observations
-            case Step():
+                return Reply({"arrays": (observations,), "infos": infos})
+            case messages.Step():
                 if self._actor is not None:
                     self._actor.state = None  # a policy remembers none of the head's steps
-                return self._envs.step(pickle.loads(buffers[0]))
-            case CutOff():
-                return self._envs.cut_off(*pickle.loads(buffers[0]))
-            case protocol.Call():
-                args, kwargs = pickle.loads(buffers[0])
-                return self._envs.call(request.name, *args, **kwargs)
-            case SetAttr():
-                self._envs.set_attr(request.name, pickle.loads(buffers[0]))
-            case Structure():
-                self._load_structure(buffers[0])
-            case Evaluate():
-                return self._evaluate(request, *buffers)
-        return None
+                *arrays, infos = self._envs.step(message.actions)
+                return Reply({"arrays": tuple(arrays), "infos": infos})
+            case messages.CutOff():
+                self._envs.cut_off(message.seen, message.ended)
+            case messages.Call():
+                args, kwargs = pickle.loads(message.arguments)
+                return Reply(self._envs.call(message.name, *args, **kwargs))
+            case messages.SetAttr():
+                self._envs.set_attr(message.name, pickle.loads(message.values))
+            case messages.Structure():
+                self._load_structure(message.pickled)
+            case messages.Evaluate():
+                return Reply(self._evaluate(message))
+        return Reply(None)
 
-    def _set_up(
-        self, request: Setup, environments: Any, rule: Any, likeness: Any, *arrays: Any
-    ) -> Told:
-        self._first_row, self._rule = request.first_row, pickle.loads(rule)
-        likeness = pickle.loads(likeness)
-        likeness.take()
-        # Modules are imported without the head's warning filters, because the head may have set
-        # these after it imported the modules. Buffers are writable, because environments may write
-        # to their arrays.
-        buffers = open_shared(*arrays) if request.shares_memory else map(bytearray, arrays)
-        *arguments, of_script = pickle.loads(environments, buffers=buffers)
-        vars(sys.modules["__main__"]).update(of_script)
-        likeness.filter_warnings()
-        built = partial(self._connection.send, None, protocol.Built())
-        arguments += built, request.first_row, request.seed
-        self._envs = build_environments(*arguments)
+    def _set_up(self, message: messages.Setup) -> dict[str, Any]:
+        self._rule = message.rule
+        registry = message.process.take()
+        env_fns, num_envs, modes, self._allowed = loads(message.environments, message.arrays)
+        self._rows = range(message.first_row, message.first_row + num_envs)
+        self._envs = WorkerEnvs(
+            env_fns,
+            self._rows,
+            *modes,
+            seed=message.seed,
+            register=partial(register, registry),
+            after_each=partial(self._send, None, messages.Built()),
+        )
         self._connection.settle()
-        return tell(self._envs)
+        told = self._envs.describe()
+        metadata, _ = sendable(told["metadata"], self._allowed)
+        return {**told, "metadata": metadata}
 
-    def _reset(
-        self, seeds: list[int | None], options: dict[str, Any] | None = None, mask: Any = None
-    ) -> Any:
-        if seeds[0] is not None:
-            seed_globals(seeds[0], self._first_row)
-        only = () if mask is None else (mask,)  # environments that step together accept no mask
-        return self._envs.reset(seeds, options, *only)
-
-    def _load_structure(self, structure: Any) -> None:
+    def _load_structure(self, pickled: bytes) -> None:
         _import_torch()
         from ..policy.actor import Actor
 
         if self._actor is None:
             self._actor = Actor()
-        self._actor.load_structure(pickle.loads(structure))
+        self._actor.load_structure(pickle.loads(pickled))
 
-    def _collect(self, seq: int | None, request: Collect) -> tuple[protocol.Part, list[Any]]:
+    def _collect(self, seq: int | None, request: messages.Collect) -> Part:
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
         waited, self._connection.waited = self._connection.waited, 0.0
         if self._next_seeds is not None:
-            self._reset(self._next_seeds)
+            self._envs.reset(self._next_seeds)
             self._next_seeds = None
-        return pack_part(self._act(self._actor, request), waited)
-
-    def _act(self, actor: Actor, request: Collect) -> RolloutPart:
-        """Act and step as a request asks."""
-        actor.prepare(request, self._rows)
-        actor.before_step = self._take_in
-        part = self._envs.collect(actor, request.num_steps)
-        given = part.actions if actor.is_identity else actor.given
-        check_part(part, self._envs.layout.single_action_space, given)
+        part = self._act(self._actor, request)
+        part.waited = waited
         return part
 
-    def _evaluate(self, request: Evaluate, structure: Any, *weights: Any) -> tuple[np.ndarray, ...]:
+    def _act(self, actor: Actor, request: messages.Collect) -> Part:
+        actor.prepare(request, self._rows)
+        actor.before_step = self._take_in
+        return self._envs.collect(actor, request.num_steps)
+
+    def _evaluate(self, request: messages.Evaluate) -> tuple[np.ndarray, ...]:
         """Play episodes with an actor that shares nothing with the one for training."""
         _import_torch()
         from ..policy.actor import Actor
 
         actor = Actor(request.deterministic)
-        actor.load(pickle.loads(structure), weights)
+        actor.load(pickle.loads(request.structure), request.weights)
         self._next_seeds = request.seeds
-        self._reset([request.seed + row for row in self._rows])
+        self._envs.reset([request.seed + row for row in self._rows])
         scores = Scores(request.episodes, request.max_steps)
         numbers, seed = request.numbers, request.seed
         for chunk in itertools.count():
-            collect = Collect(EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed, rollout=chunk)
+            collect = messages.Collect(
+                EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed, rollout=chunk
+            )
             scores.add(self._act(actor, collect))
             if scores.are_complete:
                 return scores.arrays()
@@ -269,34 +215,85 @@ class Worker:
         while (message := self._connection.receive(waits=False)) is not None:
             self._later.append(message)
 
-    @property
-    def _rows(self) -> range:
-        return range(self._first_row, self._first_row + self._envs.num_envs)
-
     def _pull(self, seq: int | None) -> None:
         """Pull weights. If a difference does not fit the weights held here, pull all weights."""
         came, self._later = self._later, deque()
         for message in came:
             self._put_off(*message)
         while True:
-            self._connection.send(seq, protocol.Pull(self._actor.version))
-            self._actor.load_weights(*self._wait_for_weights())
+            self._send(seq, messages.Pull(self._actor.version))
+            self._actor.load_weights(self._wait_for_weights())
             if self._actor.version:
                 return
 
-    def _wait_for_weights(self) -> tuple[Weights, list[Any]]:
+    def _wait_for_weights(self) -> messages.Weights:
         while True:
-            seq, message, buffers = self._connection.receive()
-            if isinstance(message, Weights):
-                return message, buffers
-            self._put_off(seq, message, buffers)
+            seq, message = self._connection.receive()
+            if isinstance(message, messages.Weights):
+                return message
+            self._put_off(seq, message)
 
-    def _put_off(self, seq: int | None, message: protocol.FromHead, buffers: list[Any]) -> None:
+    def _put_off(self, seq: int | None, message: Message) -> None:
         """Keep a message that arrives while another request is being answered."""
-        if isinstance(message, Structure):  # the weights that follow have this structure
-            self._answer(seq, message, buffers)
+        if isinstance(message, messages.Structure):  # the weights that follow have this structure
+            self._answer(seq, message)
         else:
-            self._later.append((seq, message, buffers))
+            self._later.append((seq, message))
+
+
+class Scores:
+    """The scores of an evaluation: the first episodes of each of a worker's environments.
+
+    Args:
+        wanted: how many episodes of each environment count.
+        max_steps: the steps after which an episode is abandoned; it counts as far as it went.
+    """
+
+    def __init__(self, wanted: Sequence[int], max_steps: int) -> None:
+        self._missing = list(wanted)
+        self._max_steps = max_steps
+        # By environment, the return and the length of each episode, and whether it has ended.
+        self._found: list[list[tuple[float, int, bool]]] = [[] for _ in wanted]
+        self._returns = np.zeros(len(wanted))  # returns of the current episodes
+        self._lengths = np.zeros(len(wanted), np.int64)
+        self._was_left = np.zeros(len(wanted), bool)  # whether an abandoned episode goes on
+
+    @property
+    def are_complete(self) -> bool:
+        return not any(self._missing)
+
+    def add(self, part: Part) -> None:
+        """Add the next steps of all environments, and count the episodes in them."""
+        counts = zip(part.episodic_returns.tolist(), part.episodic_lengths.tolist(), strict=True)
+        ends = dict(zip(part.episodes.tolist(), counts, strict=True))
+        num_envs = len(self._missing)
+        for step, rewards in enumerate(part.rewards):
+            self._returns += rewards
+            self._lengths += 1
+            for row in range(num_envs):
+                end = ends.get(step * num_envs + row)
+                if end is not None or self._lengths[row] >= self._max_steps:
+                    self._end(row, end)
+
+    def _end(self, row: int, counts: tuple[float, int] | None) -> None:
+        """Note an episode that has ended or, without ``counts``, is abandoned.
+
+        The rest of an abandoned episode does not count, unless it lasts for ``max_steps`` again.
+        """
+        has_ended = counts is not None
+        is_rest = has_ended and self._was_left[row]
+        if self._missing[row] and not is_rest:
+            seen = float(self._returns[row]), int(self._lengths[row])
+            self._found[row].append((*(counts or seen), has_ended))
+            self._missing[row] -= 1
+        self._was_left[row] = not has_ended
+        self._returns[row] = self._lengths[row] = 0
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Return the returns, the lengths, and which episodes ended, by environment, then time."""
+        episodes = [each for of_one in self._found for each in of_one]
+        returns, lengths, ended = zip(*episodes, strict=True)
+        return np.array(returns), np.array(lengths, np.int64), np.array(ended)
 
 
 def _import_torch() -> None:
@@ -307,13 +304,9 @@ def _import_torch() -> None:
         torch.set_num_threads(1)  # the machine's other cores are for other workers
 
 
-def _text(make: Callable[[], Any]) -> str:
-    """Return text about an error in a form that can be sent, even if the error's code raises."""
+def _attempt(function: Callable[[], Any], otherwise: Any) -> Any:
+    """Return what ``function`` returns about an error, even if the error's own code raises."""
     try:
-        data = str(make()).encode(errors="backslashreplace")  # lone surrogates cannot be sent
-    except BaseException:  # the error raises while it is described
-        return "<exception str() failed>"
-    if len(data) > MAX_BYTES:
-        half = MAX_BYTES // 2
-        data = data[:half] + b"\n[...]\n" + data[-half:]
-    return data.decode(errors="ignore")  # the cut may have split a character
+        return function()
+    except BaseException:
+        return otherwise

@@ -81,7 +81,7 @@ def evaluated(policy, rollout):
     """Return observations of a rollout, and the evaluated policy's actions on them, drawn ACTS
     times.
     """
-    from clusterenv_runtime.arrays.trees import map_tree
+    from clusterenv_runtime.arrays import map_tree
 
     generator = torch.Generator().manual_seed(1)
     obs = rollout.next_observations

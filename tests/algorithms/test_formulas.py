@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime.arrays.frames import Frames
+from clusterenv_runtime.arrays import Frames
 from clusterenv_runtime.rollout import Rollout
 from clusterenv_runtime.script.normalize import Moments, Normalize, discount, scale_rewards
 

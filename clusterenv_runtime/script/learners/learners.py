@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from ...arrays.frames import Frames
+from ...arrays import Frames
 from ...errors import Interrupted, LearnerLostError, one_line
 
 PR_SET_PDEATHSIG = 1  # asks Linux for a signal when the parent dies

@@ -23,7 +23,6 @@ from ..run import Run
 from .learners import Learners
 
 T = TypeVar("T")
-DIVIDED = "num_workers", "min_workers"  # flags that are totals over all learners
 
 
 class LearnersRun(Run):
@@ -70,8 +69,7 @@ class LearnersRun(Run):
         options, number = super().options(), self.learners.world_size
         if number == 1:
             return options
-        for name in DIVIDED:
-            options[name] = options[name] and options[name] // number
+        options["num_workers"] //= number
         options["log_dir"] += f"/learner-{self.learners.rank}"
         return options | {"learners": self.learners}
 
@@ -170,8 +168,8 @@ def check_for_learners(args: ScriptArgs, number: int) -> None:
     """Exit with a one-line error if these flags do not work with ``number`` learners."""
     one = "one learner: run it without torchrun"
     check(number == 1 or not args.dry_run, f"--dry-run prints the workers' commands of {one}")
-    for name in ("num_envs", *DIVIDED):
-        value = getattr(args, name) or 0
+    for name in ("num_envs", "num_workers"):
+        value = getattr(args, name)
         multiple = f"must be a multiple of the {number} learners of torchrun"
         check(value % number == 0, f"{spell(name)} {value} {multiple}")
     own = f"cannot serve {number} learners: each listens on its own port"

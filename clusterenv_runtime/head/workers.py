@@ -1,20 +1,23 @@
-"""Decides which worker processes are alive, lost, or due for replacement.
+"""The workers as the head sees them, and the supervision of their processes.
 
 The deadlines of all workers run at the same time. Nothing here waits or touches a socket, except
-that a launcher may take some seconds to start a replacement. The head calls `Supervisor.look`
-repeatedly while it waits for workers. Each call advances every process as far as possible at that
-time.
+that a launcher may take some seconds to start a replacement.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from ..errors import StartupError, WorkerDiedError
 from ..launchers import Exit, Launcher
 from ..options import ClusterOptions
-from .worker import ALIVE, Process, State, Worker
+from ..policy.versions import PolicyCopy
 
 logger = logging.getLogger(__name__)
 LOOK_S = 0.2  # how often the head looks at living processes on other machines
@@ -24,17 +27,97 @@ SOON_S = 0.01  # how often the head looks while a process is lost or killed
 REASON_S = 1.0
 KILL_S = 5.0  # how long the head waits for a killed process to end
 NOTICE_S = 60.0  # how often the head tells the user that a worker has not been started yet
-RETRY_S = 1.0, 2.0, 4.0  # the pauses between attempts to start a replacement; the last one repeats
+
+
+class State(enum.Enum):
+    """The states of a process: STARTING, BUILDING and READY follow one another.
+
+    A process that is lost is LOST, then KILLED. ENDED is final.
+    """
+
+    STARTING = "starting"  # it has not said hello yet
+    BUILDING = "building"  # it has said hello, and builds its environments
+    READY = "ready"  # it answers requests
+    # The process or its link is gone. The head reads the last messages and finds out the reason.
+    LOST = "lost"
+    KILLED = "killed"  # it is being killed, so that a replacement can take its place
+    ENDED = "ended"  # no replacement will take its place
+
+
+ALIVE = State.STARTING, State.BUILDING, State.READY
+CONNECTED = State.BUILDING, State.READY  # messages can be sent to it
+
+
+@dataclass(eq=False)
+class Process:
+    """One process of a worker. Each start makes a new object, so no earlier state remains.
+
+    Times are in seconds of the head's clock.
+    """
+
+    deadline: float = 0.0  # the time by which the state must have changed
+    heard: float = 0.0  # when its last message came; at first, when it was started
+    noticed: float = 0.0  # when the user was last told that it has not been started yet
+    state: State = State.STARTING
+    identity: bytes | None = None  # the connection's ZeroMQ identity; None before `Hello`
+    host: str = ""
+    pid: int = 0
+    # Whether it continues for a dead process whose end the user has not seen; see `CutOff`.
+    is_cut_off: bool = False
+    is_refused: bool = False  # it broke the protocol, so its messages no longer count
+    exit: Exit | None = None  # how it was lost; None until the head knows
+    ended_because: str = ""  # why no replacement will take its place; empty if one may
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker: its current process, and the state that outlives its processes."""
+
+    index: int
+    rows: slice  # the environments' rows
+    offset: int = 0  # the head's first environment among those of all learners
+    environments: bytes = b""  # the pickle of what it builds
+    arrays: Any = None  # the large arrays of that pickle
+
+    process: Process = field(default_factory=Process)
+    copy: PolicyCopy = field(default_factory=PolicyCopy)
+    seeds: list[int | None] | None = None  # the last reset's seeds; None before the first
+    seen: Any = None  # the last observations that the user saw; None before the first reset
+    asked_rollouts: int = 0  # rollouts requested since the noise was seeded
+    rollouts: int = 0  # how many of these rollouts have come
+    steps: int = 0  # environment steps in all rollouts that have come
+    # The seq of the evaluation after which the environments need a reset; 0 if they need none.
+    evaluated: int = 0
+    waited: float = 0.0  # seconds so far spent waiting for a request or for weights
+    losses: int = 0  # processes lost in a row, without a step in between
+
+    def __post_init__(self) -> None:
+        # The environments' numbers, for seeds and for the user.
+        self.numbers = range(self.offset + self.rows.start, self.offset + self.rows.stop)
+        self.num_envs = len(self.numbers)
+        self.copy.rows = self.numbers
+        # Whether the user has seen an episode's end, but not the reset after it.
+        self.ended = np.zeros(self.num_envs, bool)
+
+    def describe(self, log: str | None) -> str:
+        """Return the worker's name for the user, with its host, environments and log's path."""
+        process = self.process
+        parts = [
+            f"{process.host}, pid {process.pid}" if process.host else "no hello yet",
+            f"environments {self.numbers[0]} to {self.numbers[-1]}",
+            process.ended_because,
+            "" if log is None else f"log {log}",
+        ]
+        return f"worker {self.index} ({', '.join(filter(None, parts))})"
 
 
 class Supervisor:
-    """Watches the workers' processes.
+    """Decides which processes are alive, lost, or due for replacement.
 
     Args:
         workers: all workers. Only the supervisor changes the states of their processes.
         launcher: starts and kills the processes, and knows how they ended.
-        options: the timeouts, and how many processes of one worker may be lost in a row. The
-            ``startup_timeout`` also limits how long the system may refuse to start a replacement.
+        options: the timeouts, and how many processes of one worker may be lost in a row.
         clock: returns the time in seconds.
     """
 
@@ -51,16 +134,15 @@ class Supervisor:
         self._startup_timeout = options.startup_timeout
         self._options = options
         # Whether a process that ends by itself or is late ends the run. False once all are ready.
-        self.all_must_start = False
+        self.all_must_start = True
         self.next_look = self._next_check = 0.0
 
-    def start(self, all_must_start: bool) -> None:
+    def start(self) -> None:
         """Start all processes.
 
         Raises:
             StartupError: a process cannot be started.
         """
-        self.all_must_start = all_must_start
         try:
             self._launcher.start()
         except OSError as error:
@@ -73,30 +155,26 @@ class Supervisor:
         self._launcher.stop(timeout)
 
     def _new_process(self) -> Process:
-        return Process(self.clock(), self._startup_timeout)
+        now = self.clock()
+        return Process(now + self._startup_timeout, now, now)
 
     def note_hello(self, worker: Worker, identity: bytes, host: str, pid: int) -> None:
         """Note that a worker's process has said hello. It gets its orders next."""
         process = worker.process
         process.state = State.BUILDING
-        process.identity = identity
-        process.host = host
-        process.pid = pid
+        process.identity, process.host, process.pid = identity, host, pid
         process.heard = self.clock()
         process.deadline = process.heard + self._startup_timeout
 
     def note_built(self, worker: Worker) -> None:
         """Note that a worker has built one of its environments, and has others to build."""
-        if worker.process.state == State.BUILDING:
-            worker.process.deadline = self.clock() + self._startup_timeout
+        worker.process.deadline = self.clock() + self._startup_timeout
 
     def note_ready(self, worker: Worker) -> None:
         """Note that a worker has built all of its environments."""
-        if worker.process.state == State.BUILDING:
-            worker.process.state = State.READY
-            worker.has_been_ready = True
-            if all(each.process.state == State.READY for each in self.workers):
-                self.all_must_start = False
+        worker.process.state = State.READY
+        if self.all_must_start:
+            self.all_must_start = any(each.process.state != State.READY for each in self.workers)
 
     def lose(self, worker: Worker, reason: Exit | None = None) -> None:
         """Note that a worker's process or link is gone. `look` finds out an unknown reason."""
@@ -134,28 +212,22 @@ class Supervisor:
         return [(worker, reason) for worker, reason in reasons if reason]
 
     def _look_at(self, worker: Worker, now: float) -> str:
-        """Advance a process that is not alive. Return why to replace it now, or otherwise ""."""
+        """Advance a lost process. Return why to replace it now, or otherwise ""."""
         process = worker.process
-        index = worker.index
         if process.state == State.LOST:
             # Everything that the process sent has been read since the last look. Its last messages
             # may have been responses, or may have said why it ended.
-            process.exit = process.exit or self._launcher.exit(index)
+            process.exit = process.exit or self._launcher.exit(worker.index)
             if process.exit is not None or now >= process.deadline:
                 # A process that is only stopped or cut off must not come back.
-                self._launcher.kill(index)
+                self._launcher.kill(worker.index)
                 process.state = State.KILLED
                 process.deadline = now + KILL_S
-        if process.state == State.KILLED:
-            if self._launcher.has_ended(index) or now >= process.deadline:
-                return f"{self.describe(worker)} died: {self._reason(process, now)}"
-        elif process.state == State.NOT_STARTED and now >= process.deadline:
-            self._start(worker)
-            silence = now - process.heard
-            if process is worker.process and silence >= self._startup_timeout:
-                text = f"could not be started for {silence:.0f} s: {process.start_error}"
-                return f"{self.describe(worker)} {text}"
-        return ""
+        if process.state != State.KILLED:
+            return ""
+        if not self._launcher.has_ended(worker.index) and now < process.deadline:
+            return ""
+        return f"{self.describe(worker)} died: {self._reason(process, now)}"
 
     def _check_living(self, now: float) -> None:
         """Note the loss of the processes that have ended or are late."""
@@ -170,12 +242,12 @@ class Supervisor:
                 process.deadline = now + self._startup_timeout
                 if now > process.noticed + NOTICE_S:
                     process.noticed = now
-                    text = "still waiting for worker %d to be started: %s"
-                    logger.warning(text, worker.index, why)
+                    logger.warning(
+                        "still waiting for worker %d to be started: %s", worker.index, why
+                    )
             elif process.state != State.READY and now > process.deadline:
                 late.append(worker)
-        timeout = f"{self._startup_timeout:g} s"
-        text = f"did not come up or build the next environment within {timeout}"
+        text = f"did not come up or build the next environment within {self._startup_timeout:g} s"
         if late and self.all_must_start:
             raise StartupError(f"{', '.join(map(self.describe, late))} {text}")
         for worker in late:
@@ -184,50 +256,31 @@ class Supervisor:
     def _reason(self, process: Process, now: float) -> str:
         if process.exit is not None:
             return process.exit.reason
-        last = f"its last message came {now - process.heard:.0f} s ago"
-        return f"cut off or silent ({last}); is it stopped, or is its machine or network down?"
+        return (
+            f"cut off or silent (its last message came {now - process.heard:.0f} s ago); is it "
+            "stopped, or is its machine or network down?"
+        )
 
-    def replace(self, worker: Worker, text: str) -> None:
+    def replace(self, worker: Worker, reason: str) -> None:
         """Start a replacement for a lost process.
 
         Raises:
             WorkerDiedError: too many processes were lost in a row, the process ended by itself
-                before all had started, or the replacement could not be started for too long.
+                before all had started, or the replacement cannot be started.
         """
-        lost = worker.process
-        if lost.state == State.NOT_STARTED:
-            self.end(worker, "lost")
-            raise WorkerDiedError(text)
-        before = worker.losses
+        lost, before = worker.process, worker.losses
         worker.losses += 1
         ended_by_itself = lost.exit is not None and not lost.exit.by_signal
         if before >= self._options.restarts_in_a_row or self.all_must_start and ended_by_itself:
             self.end(worker, "lost")
             again = f" (and so did {before} before it, in a row)" if before else ""
-            raise WorkerDiedError(text + again)
-        worker.process = self._new_process()
-        self._start(worker)
-
-    def _start(self, worker: Worker) -> None:
-        """Try to start a replacement.
-
-        The system may refuse for some seconds, for lack of memory, processes or open files. Then
-        `look` calls this method again after a pause. Refused attempts do not use up restarts.
-        """
-        process = worker.process
+            raise WorkerDiedError(reason + again)
         try:
             self._launcher.start_worker(worker.index)
-        except OSError as error:
-            pause = RETRY_S[min(process.failed_starts, len(RETRY_S) - 1)]
-            process.state = State.NOT_STARTED
-            process.deadline = self.clock() + pause
-            process.failed_starts += 1
-            process.start_error = str(error)
-            if process.failed_starts == 2:  # at first, the loss itself is not logged yet
-                text = "worker %d cannot be started, trying again for up to %g s: %s"
-                logger.warning(text, worker.index, self._startup_timeout, error)
-        else:
-            worker.process = self._new_process()
+        except (OSError, StartupError) as error:
+            self.end(worker, "lost")
+            raise WorkerDiedError(f"{reason}; no replacement can be started: {error}") from None
+        worker.process = self._new_process()
 
     def describe(self, worker: Worker) -> str:
         """Return a worker's name for the user, with its host, environments and log."""

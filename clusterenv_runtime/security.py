@@ -2,35 +2,36 @@
 
 CURVE (https://rfc.zeromq.org/spec/26) encrypts messages, and proves to the worker that the head has
 the run's server key. ZAP (https://rfc.zeromq.org/spec/27) decides which keys the head admits:
-without it, anyone who knows the server's public key could connect. Each run makes its own keys, or
-`clusterenv_runtime.keys` makes them in advance. They lie in a file that only its owner
-can read.
+without it, anyone who knows the server's public key could connect. Each run makes its own keys,
+or `clusterenv_runtime.keys` makes them in advance. They lie in a file that only its owner can read.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import stat
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
-from ..errors import StartupError
+from .errors import StartupError
 
 logger = logging.getLogger(__name__)
-Z85Key = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
 
 
-class WorkerKeys(msgspec.Struct):
+@dataclass
+class WorkerKeys:
     """The keys that a worker needs, each 40 characters of Z85."""
 
-    server_public: Z85Key
-    worker_public: Z85Key
-    worker_secret: Z85Key
+    server_public: str
+    worker_public: str
+    worker_secret: str
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Let a worker's socket talk only to the head that has the server's secret key."""
@@ -42,10 +43,11 @@ class WorkerKeys(msgspec.Struct):
 Keys = TypeVar("Keys", bound=WorkerKeys)
 
 
+@dataclass
 class HeadKeys(WorkerKeys):
     """The keys that the head needs: the workers' keys, and the server's secret key."""
 
-    server_secret: Z85Key
+    server_secret: str
 
     @classmethod
     def make(cls) -> HeadKeys:
@@ -65,11 +67,14 @@ def write_key_file(path: str | os.PathLike[str], keys: WorkerKeys) -> None:
     Raises:
         OSError: the file exists or cannot be written.
     """
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(keys))
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(asdict(keys), file)
 
 
-def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -> Keys:
+def read_key_file(
+    path: str | os.PathLike[str],
+    kind: type[Keys] = WorkerKeys,  # type: ignore[assignment]
+) -> Keys:
     """Return the keys in a file that `write_key_file` wrote.
 
     Raises:
@@ -82,10 +87,17 @@ def read_key_file(path: str | os.PathLike[str], kind: type[Keys] = WorkerKeys) -
             raise StartupError(
                 f"others can read the key file {path} (mode {mode:04o}): chmod 600 it"
             )
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+        found = json.loads(Path(path).read_text())
+        names = [field.name for field in fields(kind)]
+        keys = kind(**{name: found[name] for name in names})
+        for name in names:
+            z85.decode(getattr(keys, name))
+            if len(getattr(keys, name)) != 40:
+                raise ValueError(f"{name} has not 40 characters")
+        return keys
     except OSError as error:
         raise StartupError(f"cannot read the key file {path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         whose = "worker" if kind is WorkerKeys else "head"
         raise StartupError(f"{path} is not a {whose}'s key file: {error}") from None
 

@@ -1,14 +1,90 @@
-"""Stacks of frames that keep each frame once: on the wire, in a rollout, in a learner's memory."""
+"""Trees of arrays, and stacks of frames that keep each frame once.
+
+A tree is one leaf, or a dict or tuple of trees. A batch of a Gymnasium space is a tree of arrays,
+or of tuples of elements that cannot be batched.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.vector.utils import create_empty_array
 
+FLOAT32_MAX = np.finfo(np.float32).max
 LARGE = 2**16  # bytes; a received array of at least this size stays where it is
+
+
+def map_tree(function: Callable[..., Any], *trees: Any) -> Any:
+    """Apply ``function`` to the leaves that these trees have in the same place. Return the results.
+
+    Raises:
+        ValueError: the trees differ in structure.
+    """
+    first = trees[0]
+    if isinstance(first, dict):
+        if any(not isinstance(tree, dict) or tree.keys() != first.keys() for tree in trees):
+            raise ValueError("one tree does not have the keys of another")
+        return {key: map_tree(function, *(tree[key] for tree in trees)) for key in first}
+    if isinstance(first, tuple):
+        if not all(isinstance(tree, tuple) for tree in trees):
+            raise ValueError("one tree has no tuple where another has one")
+        return tuple(map_tree(function, *parts) for parts in zip(*trees, strict=True))
+    return function(*trees)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, in order."""
+    if not isinstance(tree, dict | tuple):
+        return [tree]
+    found: list[Any] = []
+    map_tree(found.append, tree)
+    return found
+
+
+def not_finite(tree: Any, axes: int) -> np.ndarray:
+    """Return a mask of the places that hold a number that is not a finite float32.
+
+    ``tree`` is a tree of arrays. The mask has the first ``axes`` axes of these arrays.
+    """
+    first, *_ = leaves(tree)
+    found = np.zeros(first.shape[:axes], bool)
+    for leaf in leaves(tree):
+        if leaf.dtype.kind == "f":
+            found |= ~(np.abs(leaf) <= FLOAT32_MAX).all(tuple(range(axes, len(leaf.shape))))
+    return found
+
+
+def filled(tree: Any, values: list[Any]) -> Any:
+    """Return a tree like ``tree``, with these values as its leaves, in order."""
+    rest = iter(values)
+    return map_tree(lambda _: next(rest), tree)
+
+
+def map_space(function: Callable[..., Any], space: Space[Any], *trees: Any) -> Any:
+    """Apply ``function`` to the leaves of batches of ``space``. Return a tree of the results.
+
+    The leaves are arrays, or tuples of elements that cannot be batched.
+    """
+    if isinstance(space, spaces.Dict):
+        return {
+            key: map_space(function, sub, *(tree[key] for tree in trees))
+            for key, sub in space.items()
+        }
+    if isinstance(space, spaces.Tuple):
+        parts = zip(space.spaces, *trees, strict=True)
+        return tuple(map_space(function, sub, *own) for sub, *own in parts)
+    return function(*trees)
+
+
+def is_batched(space: Space[Any]) -> bool:
+    """Return whether batches of ``space`` consist of arrays only."""
+    found: list[Any] = []
+    map_space(found.append, space, create_empty_array(space, 1))
+    return all(isinstance(leaf, np.ndarray) for leaf in found)
 
 
 class Frames:

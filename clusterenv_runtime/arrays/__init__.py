@@ -1,1 +1,0 @@
-"""Trees of arrays, for example batches of Gymnasium's spaces, and stacks of frames."""

@@ -1,1 +1,0 @@
-"""The environments of a ClusterEnv, and how workers build them."""

@@ -1,1 +1,0 @@
-"""The messages between head and workers, and their encoding."""

@@ -1,0 +1,149 @@
+"""One environment of a worker, as Gymnasium's `SyncVectorEnv` and a rollout call it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Dict, Graph, Text, Tuple
+from gymnasium.spaces import Sequence as SequenceSpace
+from gymnasium.wrappers import RecordEpisodeStatistics
+
+from ..errors import EnvRaised
+from .connection import End
+
+NUMBERS = {float, int, bool, np.float64, np.float32}
+WITHOUT_SHAPE = Dict, Tuple, Graph, SequenceSpace, Text
+
+
+class Row:
+    """One environment as `SyncVectorEnv` calls it, whose exceptions become `EnvRaised`.
+
+    It is no `gymnasium.Wrapper`, so it needs only the methods that `SyncVectorEnv` needs.
+    """
+
+    def __init__(self, env: Any, number: int) -> None:
+        self._env = env
+        self._number = number
+        space = env.observation_space
+        self._shape = None if isinstance(space, WITHOUT_SHAPE) else space.shape
+        self._statistics = self._find_statistics()
+        self._before = 0, 0.0  # the state of the statistics before the step
+        self._info: dict[str, Any] = {}  # of the last reset
+        # While a process continues for a dead one: what the user saw last, and whether that was an
+        # episode's end; and the first reset, which the user has not seen yet.
+        self._seen: tuple[Any, bool] = None, False
+        self._begun: tuple[Any, dict[str, Any]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def _find_statistics(self) -> RecordEpisodeStatistics | None:
+        env = self._env
+        while isinstance(env, gym.Wrapper):
+            if isinstance(env, RecordEpisodeStatistics):
+                return env
+            env = env.env
+        return None
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            raise self._raised(error) from error
+
+    def _raised(self, error: BaseException) -> BaseException:
+        return error if isinstance(error, End) else EnvRaised(self._number)
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        seed = kwargs.get("seed")
+        begun, self._begun = self._begun, None
+        if begun is not None and seed is None and not kwargs.get("options"):
+            return begun
+        if seed is not None:
+            seed_globals(seed, self._number)
+        observation, self._info = self._call(self._env.reset, **kwargs)
+        return observation, self._info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._begun is not None:
+            return self._continue()
+        if (statistics := self._statistics) is not None:
+            self._before = statistics.episode_count, statistics.episode_start_time
+        try:
+            observation, reward, terminated, truncated, info = self._env.step(action)
+            if type(reward) not in NUMBERS:
+                reward = _number(reward)
+            if self._shape is not None and getattr(observation, "shape", ()) != self._shape:
+                self._check(observation)
+        except BaseException as error:
+            raise self._raised(error) from error
+        if terminated or truncated:
+            observation = deepcopy(observation)  # the reset may overwrite it
+        return observation, reward, terminated, truncated, info
+
+    def _check(self, observation: Any) -> None:
+        if (shape := np.shape(observation)) != self._shape:
+            raise ValueError(f"its observation must have the shape {self._shape}, got {shape}")
+
+    def _continue(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Truncate the episode of a process that died. If the user saw its end, show the reset."""
+        seen, has_ended = self._seen
+        if has_ended:
+            (begun, info), self._begun = self._begun, None
+            return begun, 0.0, False, False, info
+        return seen, 0.0, False, True, {"worker_lost": True}
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        get = getattr(self._env, "get_wrapper_attr", None) or (
+            lambda name: getattr(self._env, name)
+        )
+        value = self._call(get, name)
+        if not callable(value):
+            return value
+        return lambda *args, **kwargs: self._call(value, *args, **kwargs)
+
+    def set_wrapper_attr(self, name: str, value: Any) -> None:
+        put = getattr(self._env, "set_wrapper_attr", None)
+        self._call(put, name, value) if put else self._call(setattr, self._env, name, value)
+
+    def close(self) -> None:
+        self._call(self._env.close)
+
+    def _counts(self) -> tuple[float, int] | tuple[()] | None:
+        """Return the counts of an ended episode, see `Ended`, after the environment is reset.
+
+        A `RecordEpisodeStatistics` among the wrappers may have counted another return. It may also
+        have missed an end, for example that of a time limit around it, and then its next episode
+        begins. Otherwise its episode goes on, for example when only a life is lost in a game.
+        """
+        if (own := self._statistics) is None:
+            return ()
+        count, start = self._before
+        if own.episode_count > count and own.return_queue:
+            return float(own.return_queue[-1]), int(own.length_queue[-1])
+        return () if own.episode_start_time != start else None
+
+
+def _number(reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        raise TypeError(f"its reward must be a number, got {reward!r:.100}") from None
+
+
+def seed_globals(*numbers: int) -> None:
+    """Seed the global generators of `random`, NumPy and, if it is loaded, torch.
+
+    Environments may draw from these generators. Policies do not.
+    """
+    first, second, third = np.random.SeedSequence(numbers, spawn_key=(0,)).generate_state(3)
+    random.seed(int(first))
+    np.random.seed(second)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(int(third))

@@ -1,0 +1,479 @@
+"""What a worker takes over from the head's process, and how its environments travel."""
+
+import importlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from clusterenv_runtime import ClusterEnv, setup
+
+from .envs import CountingEnv
+from .patience import kill
+from .scripts import ROOT
+
+
+def sent(packed):
+    """Return what a worker loads, after its pickle and its arrays have been sent."""
+    data, arrays = packed
+    return setup.loads(data, pickle.loads(pickle.dumps(arrays)))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_large_arrays_are_held_once_and_may_be_written_to(is_shared):
+    data = np.arange(2**18 + 1, dtype=np.float32)
+    values = [
+        [data, data[1:].copy(), np.zeros(3)],
+        [np.asfortranarray(np.ones((2**10, 2**9))), np.zeros((0, 2**20)), data],
+        [7],
+    ]
+    packed = setup.pack_environments(values, is_shared)
+    assert all(len(each[0]) < 2**12 for each in packed)
+    first = data[0]
+    data[0] = -1  # too late for the workers
+    for value, pair in zip(values, packed, strict=True):
+        (loaded, again) = sent(pair), sent(pair)
+        for before, one, other in zip(value, loaded, again, strict=True):
+            if np.ndim(before):
+                changed = before.copy()
+                changed[changed == -1] = first
+                assert np.array_equal(one, changed) and one.dtype == before.dtype
+                assert one.flags.writeable and one.flags.f_contiguous == before.flags.f_contiguous
+                one[...] = 5
+                assert np.array_equal(other, changed)
+            else:
+                assert one == before
+
+
+def test_arrays_that_a_pickle_makes_are_not_mistaken_for_one_another():
+    class Fresh:
+        def __init__(self, number):
+            self.number = number
+
+        def __reduce__(self):
+            return np.copy, (np.full(setup.LARGE, self.number, np.uint8),)
+
+    packed = setup.pack_environments([Fresh(number) for number in range(6)], True)
+    assert [sent(each)[0] for each in packed] == list(range(6))
+
+
+def test_the_files_of_large_arrays_are_closed():
+    before = len(os.listdir("/proc/self/fd"))
+    packed = setup.pack_environments([np.ones(2**20)], True)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del packed
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_object_that_cannot_be_pickled_is_one_line():
+    text = "copied to its worker: TypeError: cannot pickle 'generator' object$"
+    with pytest.raises(TypeError, match=text):
+        setup.dumps(number for number in ())
+
+
+PACKS = """
+import pickle, subprocess, sys, warnings
+from dataclasses import dataclass
+import gymnasium as gym
+from clusterenv_runtime import setup
+from clusterenv_runtime.launchers import LocalLauncher
+
+@dataclass
+class State:
+    x: int
+
+def double(x):
+    return State(2 * x)
+
+if __name__ == "__main__":
+    gym.register("CartPole-v1", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=7)
+    gym.register("Own-v0", lambda: double(1))
+    gym.register("Odd-v0", (number for number in ()))
+    process = setup.Process(LocalLauncher())
+    with open("packed", "wb") as file:
+        pickle.dump((process, setup.dumps(lambda: double(4))), file)
+"""
+UNPACKS = """
+import pickle, sys
+import gymnasium as gym
+with open("packed", "rb") as file:
+    process, data = pickle.load(file)
+registry = process.take()
+main = sys.modules["__main__"]
+from clusterenv_runtime import setup
+make = setup.loads(data)
+assert pickle.loads(pickle.dumps(make())) == main.State(8) and main is sys.modules["__mp_main__"]
+assert "Odd-v0" not in registry and registry["CartPole-v1"].max_episode_steps == 7
+gym.registry.update(registry)
+gym.register("CartPole-v1", "gymnasium.envs.classic_control:CartPoleEnv")  # says nothing
+gym.registry.update(registry)
+assert gym.registry["CartPole-v1"].max_episode_steps == 7
+assert pickle.loads(pickle.dumps(registry["Own-v0"].entry_point())) == main.State(2)
+print(sys.argv, main.__file__, main.__spec__)
+"""
+
+
+def test_the_script_its_arguments_and_its_registry_travel(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    (tmp_path / "script.py").write_text(PACKS)
+    subprocess.run([sys.executable, "script.py", "--level"], cwd=tmp_path, env=env, check=True)
+    command = [sys.executable, "-c", UNPACKS]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout == f"['script.py', '--level'] {tmp_path / 'script.py'} None\n", done.stderr
+    assert done.stderr == ""
+
+
+# A script that changes whatever can be changed in its process. It prints the facts about itself,
+# about its two workers, and about the workers' replacements.
+SCRIPT = """
+import dataclasses, json, multiprocessing, os, pathlib, pickle, signal, subprocess, sys, typing
+import numpy as np
+import gymnasium as gym
+from clusterenv_runtime import ClusterEnv
+import simlib
+
+@dataclasses.dataclass
+class State:
+    number: int = 0
+
+def double(state):
+    return State(2 * state.number)
+
+def facts():
+    child = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
+    variables = dict(line.split("=", 1) for line in child if "=" in line)
+    for name in "CLUSTERENV_WORKER", "OMP_NUM_THREADS", "_":
+        variables.pop(name, None)
+    return json.loads(json.dumps({
+        "path": [str(path) for path in sys.path if isinstance(path, str)],
+        "directory": os.getcwd(),
+        "argv": sys.argv,
+        "flags": [getattr(sys.flags, name) for name in dir(sys.flags) if name[0].islower()
+                  and not callable(getattr(sys.flags, name))],
+        "xoptions": sys._xoptions,
+        "warnings": sys.warnoptions,
+        "key": bytes(multiprocessing.current_process().authkey).hex(),
+        "method": multiprocessing.get_start_method(allow_none=True),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "variables": variables,
+        "simlib": simlib.WHO,
+        "file": sys.modules["__main__"].__file__,
+        "hints": str(typing.get_type_hints(State)),
+    }))
+
+class Env(gym.Env):
+    observation_space = gym.spaces.Box(-99, 99, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, shared):
+        self.shared = shared
+
+    def tell(self):
+        state = pickle.loads(pickle.dumps(State(3)))
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            state = pool.apply(double, (state,))
+        order = " ".join(set("red green blue ball key box door wall lava goal".split()))
+        return {**facts(), "shared": self.shared["level"], "state": state.number, "order": order}
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+if __name__ == "__main__":
+    sys.path.insert(1, pathlib.Path("/tmp"))
+    sys.path.insert(1, "relative")
+    CORES = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(CORES)})
+    os.environ["TOLD"] = "yes"
+    os.environ.pop("GONE")
+    shared = multiprocessing.Manager().dict(level=7)
+    head = facts()
+    envs = ClusterEnv([lambda: Env(shared)] * 2, 2, worker_start=sys.argv[1])
+    envs.reset()
+    told = list(envs.call("tell"))
+    # A replacement resembles the first process, whatever the head is like now.
+    pids = [worker.process.pid for worker in envs._pool.workers]
+    os.chdir("/")
+    os.environ["TOLD"] = "no"
+    sys.argv.append("more")
+    sys.path.insert(0, "/nowhere")
+    os.sched_setaffinity(0, CORES)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    while len(envs.restarts) < 2:
+        envs.step([0, 0])
+    told += envs.call("tell")
+    envs.close()
+    print(json.dumps([head, *told]))
+"""
+
+
+def start(tmp_path, flags, words, **variables):
+    """Run the script from a directory other than its own. Return the facts that it prints."""
+    for folder, who in (("script", "beside"), ("installed", "installed")):
+        (tmp_path / folder / "simlib").mkdir(parents=True)
+        (tmp_path / folder / "simlib" / "__init__.py").write_text(f"WHO = {who!r}\n")
+    (tmp_path / "script" / "train.py").write_text(SCRIPT)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "secrets.py").write_text("raise SystemExit('not the standard library')\n")
+    (tmp_path / "installed" / "pathlib.py").write_text("raise SystemExit('a backport')\n")
+    site = f"import sys; sys.path += [{str(tmp_path / 'installed')!r}, {str(ROOT)!r}]"
+    (tmp_path / "script" / "sitecustomize.py").write_text(site)
+    env = {**os.environ, "GONE": "so", **variables}
+    env["PYTHONPATH"] = str(tmp_path / "script")
+    command = [sys.executable, *flags, str(tmp_path / "script" / "train.py"), *words]
+    result = subprocess.run(command, cwd=here, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("how", "flags"),
+    [
+        ("fork", ["-X", "utf8", "-W", "error"]),
+        pytest.param("spawn", ["-O", "-X", "faulthandler"], marks=pytest.mark.long),
+    ],
+)
+def test_workers_and_replacements_resemble_the_head_as_it_was_at_the_start(tmp_path, how, flags):
+    head, *told = start(tmp_path, flags, [how, "--level", "3"])
+    directory = str(tmp_path / "here")
+    assert head["simlib"] == "beside" and head["directory"] == directory
+    head["path"] = list(dict.fromkeys(os.path.join(directory, path) for path in head["path"]))
+    head |= {"shared": 7, "state": 6}
+    orders = {each.pop("order") for each in told}
+    assert len(orders) == 1
+    for name in head:
+        for each in told:
+            assert each[name] == head[name], name
+
+
+LATER = """
+import gymnasium as gym
+gym.register("Again-v0", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=5)
+gym.register("MountainCar-v0", "gymnasium.envs.classic_control:MountainCarEnv")
+
+def make(env_id):
+    return gym.make(env_id)
+"""
+
+
+def own(row):
+    """Register an environment for a row, and make it."""
+    entry = "gymnasium.envs.classic_control:CartPoleEnv"
+    gym.register("Own-v0", entry, max_episode_steps=2 + row)
+    return gym.make("Own-v0")
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Return Gymnasium's registry, and restore it after the test."""
+    before = dict(gym.registry)
+    monkeypatch.setattr("gymnasium.logger.min_level", gym.logger.ERROR)
+    yield gym.registry
+    gym.registry.clear()
+    gym.registry.update(before)
+
+
+def ends(env_fns, kind=ClusterEnv):
+    """Return for each of ten steps which environments' episodes it truncates."""
+    envs = kind(env_fns)
+    envs.reset(seed=1)
+    ends = [envs.step(np.ones(len(env_fns), int))[3].tolist() for _ in range(10)]
+    envs.close()
+    return ends
+
+
+@pytest.mark.parametrize("imports", [pytest.param(False, marks=pytest.mark.long), True])
+def test_the_heads_registrations_take_precedence_over_those_of_the_environments_module(
+    tmp_path, monkeypatch, registry, imports
+):
+    (tmp_path / "later.py").write_text(LATER)
+    monkeypatch.syspath_prepend(tmp_path)
+    later = importlib.import_module("later")
+    make = later.make if imports else gym.make
+    entry = "gymnasium.envs.classic_control:MountainCarEnv"
+    wrapper = gym.wrappers.TransformReward.wrapper_spec(func=lambda reward: 7 * reward)
+    for env_id, steps in (("MountainCarLong-v0", 9), ("MountainCar-v0", 7), ("Again-v0", 3)):
+        gym.register(
+            env_id,
+            entry,
+            reward_threshold=-1.0,
+            nondeterministic=True,
+            max_episode_steps=steps,
+            order_enforce=False,
+            disable_env_checker=True,
+            additional_wrappers=(wrapper,),
+            kwargs={"goal_velocity": 0.01},
+        )
+        env_fns = [partial(make, env_id)] * 2
+        assert ends(env_fns).index([True, True]) == steps - 1
+        with ClusterEnv(env_fns) as envs:
+            envs.reset()
+            assert envs.step([1, 1])[1].tolist() == [-7, -7]
+            assert envs.get_attr("goal_velocity") == (0.01, 0.01)
+
+
+def test_an_environment_that_registers_itself_takes_precedence(registry):
+    own(9)
+    env_fns = [lambda row=row: own(row) for row in range(4)]
+    assert ends(env_fns) == ends(env_fns, gym.vector.SyncVectorEnv)
+
+
+class Stored(CountingEnv):
+    """Holds an array, which it can change."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.data = data
+
+    def change(self):
+        before = float(self.data[0])
+        self.data[0] += 1
+        return before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"worker_start": "spawn"}, marks=pytest.mark.long),
+        pytest.param({"worker_prefix": "nice -n 0"}, marks=pytest.mark.long),
+    ],
+)
+def test_a_large_array_is_held_once_and_environments_may_change_it(workers, options):
+    data = np.full(2**18, 7.0)
+    small = np.zeros(3)
+    with ClusterEnv([lambda: Stored(data)] * 3 + [lambda: Stored(small)], 2, **options) as envs:
+        held = [array for worker in envs._pool.workers for array in worker.arrays]
+        assert len(held) == 2 and held[0] is held[1]
+        assert all(len(worker.environments) < 2**20 for worker in envs._pool.workers)
+        data[0] = 99  # too late for the workers
+        # The rows of a worker share it, as in `SyncVectorEnv`.
+        assert envs.call("change") == (7, 8, 7, 0)
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in workers()]
+        # A prefix may put a worker where it cannot open the head's memory.
+        assert ["memfd:clusterenv" in each for each in maps] == ["worker_prefix" not in options] * 2
+        kill(envs._pool.workers[1].process.pid)
+        assert envs.call("change") == (9, 10, 7, 0)
+
+
+# Debuggers, and programs that embed Python, run a script in a module that lacks some attributes, or
+# in none.
+BARE = """
+import numpy as np
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+
+class Env(CountingEnv):
+    pass
+
+with ClusterEnv([Env] * 2) as envs:
+    envs.reset()
+    print("rewards", envs.step(np.zeros(2, int))[1])
+"""
+RUN = "exec(compile(open('script.py').read(), 'script.py', 'exec'), vars(main))"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-m", "pdb", "-c", "continue", "-c", "quit", "script.py"],
+        pytest.param(["-m", "trace", "--trackcalls", "script.py"], marks=pytest.mark.long),
+        ["-c", f"import sys; main = sys.modules['__main__']; del main.__spec__; {RUN}"],
+        ["-c", f"import sys, types; main = sys.modules.pop('__main__'); {RUN}"],
+    ],
+    ids=["pdb", "trace", "no __spec__", "no __main__"],
+)
+def test_a_script_runs_in_whatever_module(tmp_path, arguments):
+    (tmp_path / "script.py").write_text(BARE)
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert "rewards [1. 1.]" in run.stdout, run.stderr
+
+
+MULTIPROCESSING = """
+import multiprocessing, os, sys
+import torch
+from torch.utils.data import DataLoader
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+
+def square(x):
+    return x * x, "wave" in sys.modules
+
+class Env(CountingEnv):
+    def squares(self):  # daemons could not have children
+        with multiprocessing.Pool(2) as pool:
+            return pool.map(square, range(3))
+
+if __name__ == "__main__":
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_forkserver_preload(["wave"])
+    with ClusterEnv([Env] * 2, worker_preload="calendar") as envs:
+        assert multiprocessing.get_start_method(allow_none=True) == before is None
+        multiprocessing.set_start_method("forkserver")
+        with multiprocessing.Pool(2) as pool:
+            assert pool.map(square, range(3)) == [(0, True), (1, True), (4, True)]
+        loader = DataLoader(torch.arange(4.0), num_workers=2)
+        assert [batch.item() for batch in loader] == [0, 1, 2, 3]
+        assert [number for number, _ in envs.call("squares")[0]] == [0, 1, 4]
+        assert multiprocessing.active_children() == []
+"""
+
+
+def test_the_users_own_multiprocessing_is_unchanged(tmp_path):
+    (tmp_path / "script.py").write_text(MULTIPROCESSING)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+SPAWNED = """
+import multiprocessing
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from tests.envs import CountingEnv
+from tests.nets import linear
+
+class Env(CountingEnv):
+    pass
+
+class Policy(CategoricalPolicy):
+    pass
+
+def act():
+    with ClusterEnv([Env] * 2) as envs:
+        envs.reset(seed=1)
+        print(envs.rollout(Policy(linear(1, 2)), 3).rewards.shape)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=act)
+    process.start()
+    process.join()
+"""
+
+
+def test_classes_of_a_script_travel_from_a_process_that_it_has_spawned(tmp_path):
+    (tmp_path / "script.py").write_text(SPAWNED)
+    command = [sys.executable, tmp_path / "script.py"]
+    run = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.strip() == "(3, 2)", run.stderr
