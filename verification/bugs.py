@@ -14,8 +14,8 @@ BUGS = {
     "a replacement gets no outstanding requests": ("if request.worker == index:", "if False:"),
     "a replacement does not get the policy's structure": ("if state.structure:", "if False:"),
     "a replacement is believed to hold its predecessor's weights": (
-        "held=0, chain=(), behavior=0, measured=0, ",
-        "",
+        "worker._replace(held=0, chain=(), behavior=0, measured=0)",
+        "worker",
     ),
     "messages of a former process are read": ("if process.number != worker.greeted:", "if False:"),
     "a hello is accepted at any time": ("if worker.phase == STARTING else state", ""),
@@ -43,12 +43,20 @@ BUGS = {
         "process.later[0])",
         "process.later[-1])",
     ),
-    "an interrupted call is not given up": ('if call in ("rollout", "step"):', "if False:"),
-    "the end of a lost episode is not reported": (
-        '"cut" if request.kind == "step" and worker.cut else ',
-        "",
+    "an interrupted call is not given up": (
+        'if call in ("rollout", "step", "reset"):',
+        "if False:",
     ),
-    "an episode lost after its step is not reported": ("cut=number != worker.number", "cut=False"),
+    "the end of a lost episode is not reported": ("if worker.seen:", "if False:"),
+    "an episode lost after its step is not reported": ("if number != worker.number:", "if False:"),
+    "episodes begun by a reset are reported lost": (
+        "process._replace(cut=False).says(",
+        "process._replace(cut=process.cut and kind == 'reset').says(",
+    ),
+    "a step after a rollout reports episodes that were lost before": (
+        "process._replace(request=None, cut=False)",
+        "process._replace(request=None)",
+    ),
     "the user is not told that a worker is given up": (
         "requests=requests, error=True",
         "requests=requests",

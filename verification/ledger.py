@@ -38,6 +38,7 @@ class Labelled(gym.Env):
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (3,), np.float64)
     action_space = gym.spaces.Discrete(2)
+    mark = 0  # the user sets it
 
     def __init__(self, row: int) -> None:
         self.row, self.life, self.step_number = row, 0, 0
@@ -80,11 +81,19 @@ class Ledger:
         # Whether the user has seen the episode's end, but not the next episode.
         self._ended = [False] * num_envs
         self._seen: set[tuple[int, int]] = set()  # (episode, step)
+        # How many rollouts are outstanding that do not yet follow an evaluation; None for no
+        # evaluation. The next rollout after them begins another episode.
+        self._before: list[int | None] = [None] * num_envs
 
-    def reset(self, observations: np.ndarray) -> None:
-        """Check the result of a reset of all environments."""
+    def reset(self, observations: np.ndarray, mask: np.ndarray) -> None:
+        """Check the result of a reset of the environments in ``mask``."""
         for row, observation in enumerate(observations):
-            self._begins(row, observation)
+            if mask[row]:
+                self._begins(row, observation)
+                self._before[row] = None
+            elif self._last[row] is not None:
+                stays = self._is(row, observation, *self._last[row])
+                self._assert(stays, row, "is not reset, but shows", observation)
 
     def step(
         self,
@@ -130,7 +139,9 @@ class Ledger:
             first = rollout.observations[0, column]
             starts = rollout.starts[column]
             self._assert(starts == (first[2] == 0), row, "starts", starts, "with", first)
-            if self._ended[row]:
+            before = self._before[row]
+            self._before[row] = before - 1 if before else None
+            if self._ended[row] or before == 0:
                 self._begins(row, first)
             elif self._last[row] is None or not self._is(row, first, *self._last[row]):
                 self._jumps(row, first)
@@ -145,11 +156,25 @@ class Ledger:
                 if any(flags):
                     self._begins(row, observation)
 
+    def evaluate(self, evaluation: Any, shares: np.ndarray) -> None:
+        """Check an evaluation, to which each row contributes as many episodes as its share."""
+        rows = np.repeat(np.arange(len(shares)), shares)
+        for row, total, length in zip(rows, evaluation.returns, evaluation.lengths, strict=True):
+            sums = sum(reward_of(row, 0, step + 1) for step in range(int(length)))
+            life = round((total - sums) * 2**10 / length)
+            right = length == length_of(life) and abs(total - sums - length * life / 2**10) < 1e-9
+            self._assert(right and (life, 0) not in self._seen, row, "scores", total, length)
+            self._seen.add((life, 0))
+
+    def will_begin(self, row: int, before: int) -> None:
+        """Note that the row begins another episode after so many outstanding rollouts."""
+        self._before[row] = before
+
     def lose_track(self, rows: np.ndarray) -> None:
         """Note that the user has given up a call, which these rows may still have executed."""
         for row in rows:
             self._given_up[row] = self._last[row] or self._given_up[row]
-            self._last[row], self._ended[row] = None, False
+            self._last[row], self._ended[row], self._before[row] = None, False, None
 
     def _is(self, row: int, observation: np.ndarray, life: int, step: int) -> bool:
         return observation.tolist() == [row, life, step]

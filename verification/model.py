@@ -51,7 +51,7 @@ def reads(process: Process, message: tuple) -> Process:
 
 def does(process: Process, message: tuple) -> Process:
     """Handle a message from the head."""
-    if message[0] in ("collect", "step", "cut"):
+    if message[0] in ("collect", "step", "reset"):
         if message[1].seq <= process.last:
             raise Violation(f"{message} came to {process}, which has done it")
         process = process._replace(last=message[1].seq)
@@ -60,6 +60,8 @@ def does(process: Process, message: tuple) -> Process:
             return process.says("built")
         case ("structure", structure):
             return process._replace(structure=structure, held=0, chain=())
+        case ("cut",):  # if it has acted, the user will see that first
+            return process._replace(cut=process.last == 0)
         case ("collect", request):
             lags = process.held < request.version
             if process.held and not (
@@ -67,14 +69,16 @@ def does(process: Process, message: tuple) -> Process:
             ):
                 return acts(process, request)
             return process._replace(stage="pulling", request=request).says("pull", process.held)
-        case ("step" | "cut" as kind, request):
-            return process.says("stepped", request, kind == "cut")
+        case ("step" | "reset" as kind, request):
+            is_cut = process.cut and kind == "step"
+            return process._replace(cut=False).says("stepped", request, is_cut)
     raise Violation(f"{message} came to {process}")
 
 
 def acts(process: Process, request: Request) -> Process:
     """Collect a rollout with the weights that the process holds."""
-    return process._replace(request=None).says("part", request, process.held, process.structure)
+    process = process._replace(request=None, cut=False)
+    return process.says("part", request, process.held, process.structure)
 
 
 class Model:
@@ -165,7 +169,8 @@ class Model:
                     raise Violation(f"{request} was answered before others of {state.requests}")
                 requests = tuple(other for other in state.requests if other != request)
                 answers = (*state.answers, (request, message, worker.number, process.number))
-                state = state.with_worker(index, worker._replace(losses=0))
+                if request.kind != "reset" and message[2] is not True:
+                    state = state.with_worker(index, worker._replace(losses=0))
                 return state._replace(requests=requests, answers=answers)
             case ("raised",):
                 return self.end(state, index)
@@ -178,14 +183,12 @@ class Model:
         state = state.with_worker(index, worker).post(index, ("setup",))
         if state.structure:
             state = state.post(index, ("structure", state.structure))
+        if worker.seen:
+            state = state.post(index, ("cut",))
         for request in state.requests:
             if request.worker == index:
-                state = state.post(index, self.order(worker, request))
+                state = state.post(index, (request.kind, request))
         return state
-
-    def order(self, worker: Worker, request: Request) -> tuple:
-        """Return a request's message. For a lost episode, it asks for the end instead of a step."""
-        return ("cut" if request.kind == "step" and worker.cut else request.kind, request)
 
     def look_after(self, state: State, index: int, worker: Worker) -> State | None:
         """Take a worker whose process or link is gone one step further.
@@ -214,7 +217,7 @@ class Model:
         worker = worker._replace(
             phase=STARTING, number=worker.number + 1, greeted=0, losses=worker.losses + 1
         )
-        worker = worker._replace(held=0, chain=(), behavior=0, measured=0, cut=worker.seen > 0)
+        worker = worker._replace(held=0, chain=(), behavior=0, measured=0)
         return state.with_worker(index, worker).with_processes(
             (*state.processes, Process(index, worker.number))
         )
@@ -244,6 +247,10 @@ class Model:
             yield ("user calls recv",), state._replace(waiting=("recv", state.granted))
             return
         everyone = range(len(state.workers))
+        if state.to_reset:
+            asked, seqs = self.ask(state, everyone, "reset", False)
+            yield ("user calls reset",), asked._replace(waiting=("reset", seqs))
+            return
         if state.version and (after := state.after("rollout")):
             for diverged in (False, True):
                 asked, seqs = self.ask(after, everyone, "collect", diverged)
@@ -273,6 +280,7 @@ class Model:
         if answers and (call == "recv" or len(answers) == len(awaited)):
             for answer in answers:
                 state = self.take(state, answer)
+            state = state._replace(to_reset=state.to_reset and call != "reset")
             yield (call, "returns"), state._replace(waiting=())
 
     def sends(self, state: State) -> Iterator[tuple[Event, State]]:
@@ -315,14 +323,15 @@ class Model:
                 request = Request(
                     seq, index, kind, state.version, worker.measured, diverged, state.structure
                 )
-            state = state.post(index, self.order(worker, request))
+            state = state.post(index, (kind, request))
             state = state._replace(requests=(*state.requests, request), seq=seq)
         return state, seqs
 
     def give_up(self, state: State) -> State:
         """End the current call by an exception. Requests of `send` remain outstanding."""
         call, seqs = state.waiting
-        if call in ("rollout", "step"):
+        if call in ("rollout", "step", "reset"):
+            state = state._replace(to_reset=state.to_reset or call == "step")
             requests = tuple(request for request in state.requests if request.seq not in seqs)
             answers = tuple(answer for answer in state.answers if answer[0].seq not in seqs)
             state = state._replace(requests=requests, answers=answers)
@@ -341,11 +350,13 @@ class Model:
                 )
             if structure == state.structure:
                 worker = worker._replace(behavior=version)
-        elif message[2] != (worker.seen not in (0, greeted)):
+        elif request.kind == "step" and message[2] != (worker.seen not in (0, greeted)):
             raise Violation(
                 f"{message} of process {greeted}, and the user has seen process {worker.seen}"
             )
-        worker = worker._replace(seen=greeted, cut=number != worker.number)
+        worker = worker._replace(seen=greeted)
+        if number != worker.number:
+            state = state.post(request.worker, ("cut",))
         answers = tuple(other for other in state.answers if other != answer)
         granted = tuple(seq for seq in state.granted if seq != request.seq)
         return state._replace(answers=answers, granted=granted).with_worker(request.worker, worker)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
-from clusterenv_runtime.head.transport import Outgoing, Received
+from clusterenv_runtime import messages
+from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.launchers import Exit, Launcher
-from clusterenv_runtime.wire import protocol
 
 from .world import Process, World
 
@@ -14,39 +15,34 @@ from .world import Process, World
 class Network:
     """The head's `Transport`."""
 
-    address, key_file, directory = "simulated", None, "nowhere"
+    address, key_file, directory = "simulated", None, "/"
 
     def __init__(self, world: World) -> None:
         self._world, self.dropped = world, 0
 
-    def exchange(
-        self, outbox: Iterable[Outgoing], seconds: float | None
-    ) -> tuple[list[Received], list[bytes]]:
-        """Do as `Transport.exchange`. Simulated time passes while it waits."""
-        world, closed = self._world, []
-        for out in outbox:
-            process = world.processes[out.identity]
-            if process.is_closed:
-                closed.append(out.identity)
-            else:
-                process.asked.add(out.seq)
-                process.post(
-                    [bytes(frame) for frame in protocol.frames(out.seq, out.message, *out.buffers)]
-                )
-        if seconds is None:
-            return [], closed
-        # At least a millisecond passes, because the head's own work takes time, too.
-        world.run(world.now + max(0 if closed else seconds, 0.001), lambda: world.arrived)
-        received, world.arrived = world.arrived, []
-        return received, closed
+    def send(self, identity: bytes, frames: Sequence[Any]) -> bool:
+        """Do as `Transport.send`."""
+        process = self._world.processes[identity]
+        if not process.is_closed:
+            process.post([bytes(frame) for frame in frames])
+        return not process.is_closed
 
-    def restore(self) -> None:
-        """Do nothing: there is no directory."""
+    def receive(self, seconds: float) -> list[Received]:
+        """Do as `Transport.receive`. Simulated time passes while it waits."""
+        world = self._world
+        # At least a millisecond passes, because the head's own work takes time, too.
+        world.run(world.now + max(seconds, 0.001), lambda: world.arrived)
+        received, world.arrived = world.arrived, []
+        return received
+
+    def has_pulse(self, identity: bytes) -> bool:
+        """Do as `Transport.has_pulse`, without a second connection."""
+        return self.send(identity, messages.PING)
 
     def forget(self, identity: bytes) -> None:
         """Do nothing: there is no state to forget."""
 
-    def drop(self, identity: bytes, text: str) -> None:
+    def drop(self, text: str) -> None:
         self.dropped += 1
         self._world.note(f"dropped {text}")
 

@@ -41,7 +41,6 @@ class Schedule(World):
             **draw.choice(RULES),
             "weights": draw.choice(("difference", "difference", "float32")),
             "max_worker_restarts": draw.randint(0, 3),
-            "min_workers": draw.choice((None, None, 1)),
         }
         self.generator = torch.Generator().manual_seed(seed)
 

@@ -22,13 +22,15 @@ MAX_RESTARTS = 1
 # The events that may happen, in any order: the user's calls, and the number of faults. Then the
 # number of states that result.
 PROGRAMS = [
-    ({"publish": 1, "structure": 1, "send": 2}, 1, 623_400),
-    ({"publish": 2, "rollout": 2, "interrupt": 1}, 1, 165_282),
-    ({"step": 2, "interrupt": 1}, 2, 468_347),
+    ({"publish": 1, "structure": 1, "send": 2}, 1, 663_712),
+    ({"publish": 2, "rollout": 2, "interrupt": 1}, 1, 168_238),
+    ({"step": 2, "interrupt": 1}, 2, 583_506),
 ]
-LARGE = [({"publish": 2, "send": 2}, 1, 366_352), ({"publish": 2, "send": 3}, 1, 2_992_770)]
+LARGE = [({"publish": 2, "send": 2}, 1, 388_952), ({"publish": 2, "send": 3}, 1, 3_398_170)]
 # The settings that find the bugs, with one worker.
 SMALL = [
+    ({"step": 3, "interrupt": 1}, 1),
+    ({"publish": 1, "rollout": 1, "step": 2}, 1),
     ({"step": 2, "interrupt": 1}, 2),
     ({"publish": 1, "rollout": 2, "interrupt": 1}, 2),
     ({"publish": 1, "structure": 1, "send": 3}, 2),

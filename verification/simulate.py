@@ -23,18 +23,12 @@ from unittest import mock
 import gymnasium as gym
 import torch
 
-from clusterenv_runtime import (
-    ClusterEnv,
-    StartupError,
-    WorkerDiedError,
-)
-from clusterenv_runtime.head.start import start_head
-from clusterenv_runtime.policy.tensors import rounded_sizes
+from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
+from clusterenv_runtime.env import start_pool
 
 from . import ledger
 from .ledger import Labelled
 from .network import Network, Processes
-from .policy import probed
 from .schedule import SILENCE_S, Schedule
 from .user import User, Wrong
 
@@ -50,33 +44,37 @@ def run(seed: int, trace: bool = False) -> list[str]:
     world = ledger.world = Schedule(seed)
     world.trace = [] if trace else None
     start = functools.partial(
-        start_head, make_transport=lambda *_: Network(world), clock=world.clock
+        start_pool, make_transport=lambda *_: Network(world), clock=world.clock
     )
-    envs = user = None
+    launcher, envs, user = Processes(world), None, None
     try:
-        with mock.patch("clusterenv_runtime.env.start_head", start):
+        with mock.patch("clusterenv_runtime.env.start_pool", start):
             envs = ClusterEnv(
                 [functools.partial(Labelled, row) for row in range(world.num_envs)],
                 world.num_workers,
-                launcher=Processes(world),
+                launcher=launcher,
                 startup_timeout=STARTUP_S,
                 worker_timeout=SILENCE_S,
                 **world.options,
             )
         user = User(world, envs)
-        with mock.patch(
-            "clusterenv_runtime.policy.probe.probe",
-            lambda policy, *_: probed(sum(rounded_sizes(policy))),
-        ):
-            user.run()
+        user.run()
     except (StartupError, WorkerDiedError) as error:
         world.note(f"the run ends: {error}")
         if user is not None:
             user.takes_what_is_left()
+    except KeyboardInterrupt as error:
+        world.note("the user presses Ctrl-C")
+        places = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        if places & {"_serve", "_supervise"} and not envs._pool.is_closed:
+            raise Wrong("Ctrl-C leaves a message half handled, and the pool open") from None
     finally:
         if envs is not None:
             envs.close()
+        left = [each.name for each in launcher.of.values() if each.exit is None]
         world.end()
+    if left:
+        raise Wrong(f"{left} have not ended")
     if world.crashes:
         raise Wrong(world.crashes[0])
     return world.trace or []
@@ -94,7 +92,6 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable()
     gym.logger.min_level = 100
-    warnings.simplefilter("ignore")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     gc.set_threshold(100_000)  # a schedule leaves little garbage, and collecting it takes long
@@ -125,8 +122,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Pickle finds classes by this module's name, which must be the same in each schedule.
-    from verification import (
-        simulate,
-    )
+    from verification import simulate
 
     simulate.main()

@@ -1,7 +1,7 @@
 """The state of `verification.model`: a head, its workers, and the messages between them.
 
 All of it is immutable. A message is a tuple of its kind and its fields, as in
-`clusterenv_runtime.wire.protocol`.
+`clusterenv_runtime.messages`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Violation(AssertionError):
 
 
 class Request(NamedTuple):
-    """The user's request to one worker: to collect a rollout, or to step its environments."""
+    """The user's request to one worker: to collect a rollout, or to step or reset environments."""
 
     seq: int
     worker: int
-    kind: str  # "collect" or "step"
+    kind: str  # "collect", "step" or "reset"
     version: int = 0  # the published version at the time of the request
     behavior: int = 0  # the version whose divergence was measured; 0 if unknown
     diverged: bool = False  # whether the divergence is above the threshold
@@ -47,7 +47,6 @@ class Worker(NamedTuple):
     chain: tuple[int, ...] = ()
     behavior: int = 0  # the version that acted for its last response
     measured: int = 0  # the version whose divergence is known
-    cut: bool = False  # whether its episodes are lost, and the user does not know it yet
     seen: int = 0  # the process whose episodes the user has seen last
 
 
@@ -61,6 +60,7 @@ class Process(NamedTuple):
     chain: tuple[int, ...] = ()
     structure: int = 0
     last: int = 0  # the seq of the request that it began last
+    cut: bool = False  # whether its next step reports that a former process's episodes are lost
     request: Request | None = None  # the request for which it pulls
     later: tuple = ()  # messages that came during a pull
     down: tuple = ()  # messages from the head
@@ -94,6 +94,7 @@ class State(NamedTuple):
     granted: tuple[int, ...] = ()
     structures: tuple[int, ...] = ()  # the policy's structure in each published version
     seq: int = 0  # the seq of the last request
+    to_reset: bool = False  # whether a step was given up, so that the user must reset
     error: bool = False  # whether the user must get an error
     over: bool = False
 

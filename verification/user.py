@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -21,14 +19,14 @@ from clusterenv_runtime import (
     Rollout,
     WorkerDiedError,
 )
-from clusterenv_runtime.head.worker import State
+from clusterenv_runtime.head.workers import State
 
 from .ledger import Ledger
 from .policy import Net
 from .schedule import Schedule
 
 PACKAGE = os.path.dirname(clusterenv_runtime.__file__)
-CALLS = ["rollout"] * 4 + [
+CALLS = ["rollout"] * 5 + [
     "overlap",
     "send",
     "send",
@@ -38,8 +36,12 @@ CALLS = ["rollout"] * 4 + [
     "step",
     "step",
     "reset",
+    "reset_some",
     "publish",
     "structure",
+    "evaluate",
+    "set_mark",
+    "get_mark",
 ]
 
 
@@ -47,12 +49,20 @@ class Wrong(AssertionError):
     """The runtime has broken a promise."""
 
 
+def press_ctrl_c() -> None:
+    """Raise what Python raises anywhere in the main thread."""
+    raise KeyboardInterrupt
+
+
 def _after_calls(number: int, world: Schedule, do: Callable[[], None]) -> Callable[..., None]:
     """Return a profiler that calls ``do`` once the head has called this many of its functions."""
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal number
-        if event == "call" and world.running is None and PACKAGE in frame.f_code.co_filename:
+        code = frame.f_code
+        # Python ignores what a generator raises that is closed.
+        is_right = PACKAGE in code.co_filename and code.co_name != "<genexpr>"
+        if event == "call" and world.running is None and is_right:
             number -= 1
             if number < 0:
                 sys.setprofile(None)
@@ -74,6 +84,8 @@ class User:
         self.make_policy(0)
         self.ahead: int | None = None  # steps of the requested overlapped rollout, if any
         self.sent = 0
+        self.mark: int | None = 0  # of all environments; None if it is not known
+        self.is_unsure = False  # whether an evaluation was given up that workers may still play
         # The share of calls that are interrupted.
         self.impatience = world.random.choice((0.1, 0.1, 0.1, 0.6))
 
@@ -92,18 +104,20 @@ class User:
         """Reset, and make some calls."""
         draw = self.world.random
         self.call("reset")
-        for _ in range(draw.randint(1, 4)):
+        for _ in range(draw.randint(1, 7)):
             # If an interrupt came before the user got the error, requests are still outstanding.
-            while self.envs._pool.failures.to_reset:
-                self.call("recv" if self.sent else "reset")
+            self.reset_if_necessary()
             self.call(draw.choice([name for name in CALLS if self.may(name)]))
             # While the user learns, the head handles no messages.
             self.world.pass_time(draw.choice((0.0, 0.0, 0.5, 5.0)))
         while self.sent:
             self.call("recv")
-        while self.envs._pool.failures.to_reset:
-            self.call("reset")
+        self.reset_if_necessary()
         self.check_leftovers()
+
+    def reset_if_necessary(self) -> None:
+        while self.envs._pool.to_reset or self.is_unsure:
+            self.call("rollout" if self.ahead else "recv" if self.sent else "reset")
 
     def may(self, name: str) -> bool:
         """Return whether a call is allowed."""
@@ -117,9 +131,12 @@ class User:
                 and self.envs.policy_version > 0
                 and self.sent < 2 * len(self.rows)
             )
+        needs_reset = any(worker.evaluated for worker in self.envs._pool.workers)
+        if name in ("evaluate", "step", "reset_some") and needs_reset:
+            return False
         if self.ahead is not None:
-            return name in ("rollout", "overlap", "publish")
-        return self.sent == 0 or name in ("publish", "structure")
+            return name in ("rollout", "overlap", "publish", "evaluate", "set_mark")
+        return self.sent == 0 or name in ("publish", "structure", "evaluate", "set_mark")
 
     def call(self, name: str) -> None:
         """Make one call, which may be interrupted."""
@@ -127,8 +144,7 @@ class User:
         world.note(f"the user calls {name}")
         is_over = False
         if world.random.random() < self.impatience:
-            ctrl_c = functools.partial(signal.raise_signal, signal.SIGINT)
-            interrupt = world.random.choice((self.envs.interrupt, ctrl_c))
+            interrupt = press_ctrl_c if world.random.random() < 0.1 else self.envs.interrupt
             seconds = world.random.choice((None, 0.0, 0.01, 0.5))
             if seconds is None:
                 sys.setprofile(_after_calls(world.random.randrange(300), world, interrupt))
@@ -136,15 +152,15 @@ class User:
                 world.after(seconds, lambda: None if is_over else interrupt())
         try:
             getattr(self, name)()
-        except (Interrupted, KeyboardInterrupt):
+        except Interrupted:
             world.note("the user is interrupted")
-            if name in ("rollout", "overlap", "step", "reset", "stream"):
+            if name in ("rollout", "overlap", "step", "reset", "reset_some", "stream"):
                 self.ledger.lose_track(self.everything)
-                self.ahead = self.envs._collector.overlapped
+                self.ahead = self.envs._overlapped
             # The interrupt came after `recv` had its chunk.
-            if len(self.envs._collector.granted) < self.sent:
+            if len(self.envs._granted) < self.sent:
                 self.ledger.lose_track(self.everything)
-                self.sent = len(self.envs._collector.granted)
+                self.sent = len(self.envs._granted)
         except ValueError as error:
             if world.raises_at is None or "raised by an environment" not in str(error):
                 raise
@@ -155,17 +171,42 @@ class User:
         finally:
             is_over = True
             sys.setprofile(None)
-        if self.envs._pool.interrupt.is_ctrl_c:
-            raise Wrong("Ctrl-C is left for the next call")
-        self.envs._pool.interrupt.error = None
+            self.envs._pool.interrupt = None
         self.check_weights()
 
     def reset(self) -> None:
         observations, _ = self.envs.reset(seed=self.world.random.randrange(1000))
-        if self.world.options["min_workers"] is None:
-            self.ledger.reset(observations)
-        else:
-            self.ledger.lose_track(self.everything)  # the rows of late workers are zeros
+        self.ledger.reset(observations, np.ones(self.world.num_envs, bool))
+        self.is_unsure = False
+
+    def reset_some(self) -> None:
+        draw = self.world.random
+        mask = np.array([draw.random() < 0.5 for _ in self.everything])
+        mask[draw.choice(self.everything)] = True
+        seed, options = draw.choice((None, 7)), {"reset_mask": mask}
+        self.ledger.reset(self.envs.reset(seed=seed, options=options)[0], mask)
+
+    def evaluate(self) -> None:
+        episodes = self.world.random.randint(1, 2 * self.world.num_envs)
+        shares = np.diff(np.arange(self.world.num_envs + 1) * episodes // self.world.num_envs)
+        self.is_unsure = True
+        outstanding = list(self.envs._granted.values())
+        evaluation = self.envs.evaluate(self.policy, episodes, seed=7)
+        self.is_unsure = False
+        self.ledger.evaluate(evaluation, shares)
+        for worker, rows in enumerate(self.rows):
+            for row in rows if shares[rows].any() else ():
+                self.ledger.will_begin(row, outstanding.count(worker))
+
+    def set_mark(self) -> None:
+        mark, self.mark = self.world.random.randrange(1000), None
+        self.envs.set_attr("mark", mark)
+        self.mark = mark
+
+    def get_mark(self) -> None:
+        marks = set(self.envs.get_attr("mark"))
+        if self.mark is not None and marks != {self.mark}:
+            raise Wrong(f"the mark {self.mark} was set, and is {marks}")
 
     def step(self) -> None:
         actions = np.zeros(self.world.num_envs, np.int64)
@@ -193,11 +234,11 @@ class User:
 
     def send(self) -> None:
         worker = self.world.random.choice((None, *range(len(self.rows))))
-        before = len(self.envs._collector.granted)
+        before = len(self.envs._granted)
         try:
             self.envs.send(self.world.random.randint(1, 4), worker)
         finally:
-            self.sent += len(self.envs._collector.granted) - before
+            self.sent += len(self.envs._granted) - before
 
     def recv(self) -> None:
         worker, rollout = self.envs.recv()
@@ -220,7 +261,7 @@ class User:
                 rows.append(self.rows[worker])
                 self.envs.send(num_steps, worker)
         finally:
-            self.sent = len(self.envs._collector.granted)
+            self.sent = len(self.envs._granted)
         self.check_rollout(Rollout.concatenate(chunks), np.concatenate(rows))
 
     def check_rollout(self, rollout: Rollout, rows: np.ndarray) -> None:
@@ -238,7 +279,7 @@ class User:
 
         Each call must return or raise an error, and none may hang.
         """
-        while self.envs._collector.granted and self.envs._collector.overlapped is None:
+        while self.envs._granted and self.envs._overlapped is None:
             try:
                 self.envs.recv()
             except (WorkerDiedError, ResetNeeded):  # ResetNeeded: an environment has raised, too
@@ -249,12 +290,11 @@ class User:
 
     def check_leftovers(self) -> None:
         """Check that the head has nothing left over, and has always known what the workers hold."""
-        requests, store = self.envs._pool._requests, self.envs._head.store
-        if self.ahead is None and (requests.outstanding or requests.answered):
-            raise Wrong(
-                f"nobody takes {requests.outstanding} and the answers {list(requests.answered)}"
-            )
-        if store.mismatches and not any(
+        pool = self.envs._pool
+        left = [each.message for each in pool.outstanding.values() if each.is_awaited]
+        if self.ahead is None and (left or pool.answered):
+            raise Wrong(f"nobody takes {left} and the answers {list(pool.answered)}")
+        if pool.store.mismatches and not any(
             process.has_lied for process in self.world.processes.values()
         ):
             raise Wrong("a worker did not hold what the head believed")

@@ -16,9 +16,10 @@ from typing import Any
 
 from greenlet import greenlet
 
+from clusterenv_runtime import messages
 from clusterenv_runtime.head.transport import Received
 from clusterenv_runtime.launchers import Exit
-from clusterenv_runtime.wire import protocol
+from clusterenv_runtime.pickling import from_frames
 from clusterenv_runtime.worker import worker as workers
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
@@ -92,14 +93,11 @@ class World:
         """Run the events of the next seconds."""
         self.run(self.now + seconds, lambda: False)
 
-    def deliver(self, process: Process, header: bytes, buffers: list[bytes]) -> None:
+    def deliver(self, process: Process, frames: list[bytes], name: str) -> None:
         """Let a message arrive at the head."""
-        received = Received(process.identity, [memoryview(frame) for frame in (header, *buffers)])
-        if self.trace is not None:
-            seq, message = received.read()
-            self.note(f"the head gets {type(message).__name__} {seq} of {process.name}")
+        self.note(f"the head gets {name} of {process.name}")
         self.message_arrives()
-        self.arrived.append(received)
+        self.arrived.append((process.identity, [memoryview(bytearray(each)) for each in frames]))
 
     def message_arrives(self) -> None:
         """Note that a message has come to either end."""
@@ -121,9 +119,9 @@ class Process:
         # The link is cut, the process is stopped, the link is closed for good.
         self.is_cut = self.is_stopped = self.is_closed = False
         self.inbox: deque[list[bytes]] = deque()
-        self.asked = set[int | None]()  # the seqs of the head's requests
+        self._taken = set[int | None]()  # the seqs of the requests that it has taken
         # The messages under way from and to the process, and the times at which the last arrive.
-        self._up, self._down = deque[list[bytes]](), deque[list[bytes]]()
+        self._up, self._down = deque[tuple[list[bytes], str]](), deque[list[bytes]]()
         self._up_at = self._down_at = 0.0
         self._held: list[Callable[[], None]] = []  # arrivals that wait until the link is healed
         # Whether a message wakes the process, and whether it has missed its turn while stopped.
@@ -148,11 +146,11 @@ class Process:
             self._close_behind(len(self._up))
 
     def _greet(self) -> None:
-        hello = protocol.Hello(
-            protocol.PROTOCOL_VERSION, self.index, "host", 1, protocol.shared_versions()
+        hello = messages.Hello(
+            messages.PROTOCOL_VERSION, self.index, "host", 1, messages.shared_versions()
         )
         while not self.inbox:
-            self.send(None, hello)
+            self._post_up(messages.hello_frames(hello), "Hello")
             self.world.after(HELLO_S, lambda: self.wake() if self._listens else None)
             self._pause(listens=True)
 
@@ -169,36 +167,48 @@ class Process:
         self.world.after(seconds, self.wake)
         self._pause(listens=False)
 
-    def send(self, seq: int | None, message: protocol.Message, *buffers: Any) -> None:
+    def send(self, seq: int | None, message: messages.Message, allowed: tuple[type, ...]) -> None:
         """Send a message to the head."""
-        sent = [[bytes(frame) for frame in protocol.frames(seq, message, *buffers)]]
-        if self.lies and not isinstance(message, protocol.Hello):
+        name = f"{type(message).__name__} {seq}"
+        frames = [bytes(frame) for frame in messages.worker_frames(seq, message, allowed)]
+        sent = [frames]
+        if self.lies:
             self.lies, self.has_lied = False, True
-            kind, sent = lie_instead_of(self.world.random, seq, message, *sent, self.asked)
-            self.world.note(f"{self.name} lies: {kind} instead of a {type(message).__name__}")
-        for frames in sent:
-            self._post_up(frames)
+            others = [each for each in self.world.processes.values() if each.index != self.index]
+            of_others = set().union(*(each.asked for each in others))
+            has_policy = self.worker._actor is not None
+            kind, sent = lie_instead_of(
+                self.world.random, seq, message, frames, of_others, has_policy
+            )
+            self.world.note(f"{self.name} lies: {kind} instead of {name}")
+        for each in sent:
+            self._post_up(each, name)
 
     def settle(self) -> None:
         """Do nothing: there is nothing to wait for."""
 
-    def _post_up(self, frames: list[bytes]) -> None:
-        self._up.append(frames)
+    def _post_up(self, frames: list[bytes], name: str) -> None:
+        self._up.append((frames, name))
         self._up_at = max(self._up_at, self.world.now + self.world.delay())
         self.world.at(self._up_at, self._arrives_up)
 
-    def receive(self, waits: bool = True) -> tuple[int | None, protocol.FromHead, list[Any]] | None:
+    def receive(self, waits: bool = True) -> tuple[int | None, messages.Message] | None:
         """Return the next message except pings. Without ``waits``, return None if none has come."""
         while waits or self.inbox:
             while not self.inbox:
                 self._pause(listens=True)
-            header, *buffers = self.inbox.popleft()
-            seq, request = protocol.decode_from_head(header)
-            if isinstance(request, protocol.Close):
+            seq, message = from_frames(self.inbox.popleft())
+            self._taken.add(seq)
+            if isinstance(message, messages.Close):
                 raise End
-            if not isinstance(request, protocol.Ping):
-                return seq, request, [memoryview(buffer) for buffer in buffers]
+            if not isinstance(message, messages.Ping):
+                return seq, message
         return None
+
+    @property
+    def asked(self) -> set[int | None]:
+        """The seqs of the requests that it has taken, or that are under way to it."""
+        return self._taken | {from_frames(each)[0] for each in (*self.inbox, *self._down)}
 
     @property
     def is_busy(self) -> bool:
@@ -223,9 +233,9 @@ class Process:
         if self.is_cut:
             self._held.append(self._arrives_up)
         elif self._up:  # otherwise it died before it could send this
-            header, *buffers = self._up.popleft()
+            message = self._up.popleft()
             if not self.is_closed:
-                self.world.deliver(self, header, buffers)
+                self.world.deliver(self, *message)
 
     def post(self, frames: list[bytes]) -> None:
         """Let a message from the head arrive some time later."""
@@ -251,20 +261,21 @@ class Process:
             self._close_behind(self.world.random.randint(0, len(self._up)))
             self.turn()  # until it has ended
 
-    def _close_behind(self, messages: int) -> None:
-        """Close the link after the first ``messages`` messages under way. Drop the rest."""
-        while len(self._up) > messages:
+    def _close_behind(self, number: int) -> None:
+        """Close the link after the first ``number`` messages under way. Drop the rest."""
+        while len(self._up) > number:
             self._up.pop()
         self.world.at(max(self._up_at, self.world.now), self._close)
 
     def _close(self) -> None:
         self.is_closed = True
 
-    def flood(self, messages: int) -> None:
-        """Send many responses to requests that nobody has made."""
-        self.world.note(f"{self.name} floods the head with {messages} messages")
-        for _ in range(messages if self.exit is None else 0):
-            self._post_up(protocol.frames(10**9, protocol.Reply(None)))
+    def flood(self, number: int) -> None:
+        """Send many errors in requests that nobody has made."""
+        self.world.note(f"{self.name} floods the head with {number} messages")
+        error = messages.Error(None, "ValueError", "flood", "", fatal=False)
+        for _ in range(number if self.exit is None else 0):
+            self._post_up(messages.worker_frames(10**9, error, ()), "an Error")
 
     def cut(self, seconds: float) -> None:
         """Cut the link for ``seconds``, or for good if the silence lasts too long."""
