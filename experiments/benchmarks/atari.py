@@ -29,7 +29,7 @@ import gymnasium as gym
 import numpy as np
 import tyro
 
-from clusterenv_runtime.head.collect import Collector
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.policy.base import Policy
 from clusterenv_runtime.policy.versions import PolicyStore
 
@@ -69,15 +69,15 @@ def head(args, num_envs, iterations, flags, pipe):
     The measurements are the seconds of each iteration, the seconds spent measuring divergences, the
     divergences in nats of each version in each state, and the peaks of memory in MB.
     """
-    rollout, measure, kl = Collector.rollout, PolicyStore._measure, Policy.kl
+    rollout, measure, kl = ClusterEnv.rollout, PolicyStore._measure, Policy.kl
     ends, measuring, nats, peaks = [], [0.0], [], []
 
-    def timed_rollout(self, *arguments):
+    def timed_rollout(self, *arguments, **options):
         if len(ends) > iterations:
             raise Enough
         peaks.append(peak_mb())
         measuring.append(0.0)
-        result = rollout(self, *arguments)
+        result = rollout(self, *arguments, **options)
         ends.append(time.perf_counter())
         peaks.append(peak_mb())
         return result
@@ -91,7 +91,7 @@ def head(args, num_envs, iterations, flags, pipe):
         nats.append(kl(self, *params))
         return nats[-1]
 
-    Collector.rollout, PolicyStore._measure, Policy.kl = timed_rollout, timed_measure, noted_kl
+    ClusterEnv.rollout, PolicyStore._measure, Policy.kl = timed_rollout, timed_measure, noted_kl
     flags += [
         f"--env-id={args.env_id}",
         f"--env-backend={args.env_backend}",

@@ -23,7 +23,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy
 from clusterenv_runtime.policy.actor import Actor
-from clusterenv_runtime.policy.structure import pickled
+from clusterenv_runtime.policy.tensors import pickled
 from clusterenv_runtime.policy.versions import PolicyCopy, PolicyStore
 
 
@@ -58,18 +58,24 @@ def measure(width, rounds, args):
         times = [time.perf_counter()]
         store.publish(policy)
         times.append(time.perf_counter())
-        message, buffers = store.pull(copies[0], copies[0].held)
+        message = store.pull(copies[0], copies[0].held)
         times.append(time.perf_counter())
         for copy in copies[1:]:
             store.pull(copy, copy.held)
         times.append(time.perf_counter())
-        received = [bytes(buffer) for buffer in buffers]
+        message.buffers = [np.copy(buffer) for buffer in message.buffers]  # as received
         start = time.perf_counter()
-        actor.load_weights(message, received)
+        actor.load_weights(message)
         publish, first, others = np.diff(times) * 1000
         load = (time.perf_counter() - start) * 1000
         rows.append(
-            (publish, first, others / (args.num_workers - 1), load, sum(map(len, received)))
+            (
+                publish,
+                first,
+                others / (args.num_workers - 1),
+                load,
+                sum(each.nbytes for each in message.buffers),
+            )
         )
     return [statistics.median(column) for column in zip(*rows[1:], strict=True)]
 

@@ -8,23 +8,22 @@ import multiprocessing
 import os
 import pickle
 import select
+import struct
 import time
 from collections import deque
 
 import torch
 import zmq
 
-from clusterenv_runtime import Exit, Launcher
+from clusterenv_runtime import Exit, Launcher, messages
+from clusterenv_runtime.pickling import from_frames
 from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.tensors import flat_weights, load_weights
-from clusterenv_runtime.wire import protocol
-from clusterenv_runtime.wire.buffers import to_buffers
-from clusterenv_runtime.wire.codec import pack
-from clusterenv_runtime.wire.part import pack_part
-from clusterenv_runtime.wire.security import read_key_file
-from clusterenv_runtime.worker.worker import build_environments, tell
+from clusterenv_runtime.security import read_key_file
+from clusterenv_runtime.setup import loads
+from clusterenv_runtime.worker.envs import WorkerEnvs
 
-NO_INFOS = pack([], [])
+SEQ = 2**30  # of a canned response; its place in the pickle is that of each request's own
 spawn = multiprocessing.get_context("spawn")
 
 
@@ -39,63 +38,59 @@ class Simulation:
 
     def __init__(self, weights_at, frame_bytes):
         # Both are shared with the head's process.
-        self.weights_at, self.frame_bytes = (
-            weights_at,
-            frame_bytes,
-        )
+        self.weights_at, self.frame_bytes = weights_at, frame_bytes
         self.envs = self.actor = None
-        self.canned = {}  # {(number of steps, version): (response, buffers)}
+        self.canned = {}  # the frames of responses, by the number of steps and the version
 
-    def answer(self, worker, seq, request, buffers):
-        if worker.pulling and not isinstance(request, protocol.Weights | protocol.Ping):
-            worker.later.append((seq, request, buffers))
+    def answer(self, worker, seq, request):
+        if worker.pulling and not isinstance(request, messages.Weights | messages.Ping):
+            worker.later.append((seq, request))
             return
         match request:
-            case protocol.Ping():
-                pass
-            case protocol.Weights():
+            case messages.Weights():
                 self.weights_at[worker.index] = time.monotonic()
                 worker.version, worker.pulling = request.version, False
                 while worker.later and not worker.pulling:
                     self.answer(worker, *worker.later.popleft())
-            case protocol.Collect() if self.rule.wants_pull(worker.version, request):
+            case messages.Collect() if self.rule.wants_pull(worker.version, request):
                 worker.pulling = True
-                worker.later.append((seq, request, buffers))
-                worker.socket.send_multipart(protocol.frames(seq, protocol.Pull(worker.version)))
-            case protocol.Collect():
+                worker.later.append((seq, request))
+                self.send(worker, seq, messages.Pull(worker.version))
+            case messages.Collect():
                 if (request.num_steps, worker.version) not in self.canned:
                     self.actor.version = worker.version
                     self.actor.prepare(request, range(self.envs.num_envs))
                     part = self.envs.collect(self.actor, request.num_steps)
-                    self.canned[request.num_steps, worker.version] = pack_part(part, 0.0)
-                self.send(worker, seq, *self.canned[request.num_steps, worker.version])
-            case protocol.Reset():
-                self.send(worker, seq, *self.observations)
-            case protocol.Setup():
+                    frames = messages.worker_frames(SEQ, part, ())
+                    self.canned[request.num_steps, worker.version] = frames
+                self.send_canned(worker, seq, self.canned[request.num_steps, worker.version])
+            case messages.Reset():
+                self.send(worker, seq, messages.Reply({"arrays": (self.first,), "infos": {}}))
+            case messages.Setup():
                 if self.envs is None:
-                    self.rule = pickle.loads(buffers[1])
-                    *arguments, _ = pickle.loads(buffers[0])
-                    self.envs = build_environments(*arguments)
-                    arrays = []
-                    value = pack(self.envs.reset([1] * self.envs.num_envs, None), arrays)
-                    self.observations = protocol.Reply(value, NO_INFOS), to_buffers(arrays)
-                arrays = []
-                told = pack(tell(self.envs), arrays, dropped=[])
-                self.send(worker, seq, protocol.Reply(told, NO_INFOS), to_buffers(arrays))
-            case protocol.Structure():
+                    self.rule = request.rule
+                    env_fns, num_envs, modes, _ = loads(request.environments, request.arrays)
+                    self.envs = WorkerEnvs(env_fns, range(num_envs), *modes)
+                    self.first, _ = self.envs.reset([1] * num_envs)
+                self.send(worker, seq, messages.Reply(self.envs.describe()))
+            case messages.Structure():
                 worker.version = 0
                 if self.actor is None:
                     self.actor = Actor()
-                    self.actor.load_structure(pickle.loads(buffers[0]))
+                    self.actor.load_structure(pickle.loads(request.pickled))
                     # All of the policy's weights are zero.
                     zeros = map(torch.zeros_like, flat_weights(self.actor.policy))
                     load_weights(self.actor.policy, *(each.numpy() for each in zeros))
-                self.send(worker, seq, protocol.Reply(NO_INFOS, NO_INFOS))
+                self.send(worker, seq, messages.Reply(None))
 
-    def send(self, worker, seq, message, buffers=()):
-        frames = protocol.frames(seq, message, *buffers)
+    def send(self, worker, seq, message):
+        worker.socket.send_multipart(messages.worker_frames(seq, message, ()), copy=False)
+
+    def send_canned(self, worker, seq, frames):
+        sizes, head, *rest = frames
+        head = head.replace(struct.pack("<ci", b"J", SEQ), struct.pack("<ci", b"J", seq), 1)
         self.frame_bytes[: len(frames)] = list(map(len, frames))
-        worker.socket.send_multipart(frames, copy=False)
+        worker.socket.send_multipart([sizes, head, *rest], copy=False)
 
 
 def simulate(indices, flags, weights_at, frame_bytes):
@@ -105,23 +100,20 @@ def simulate(indices, flags, weights_at, frame_bytes):
     keys = read_key_file(flags["--key-file"]) if "--key-file" in flags else None
     context = zmq.Context()
     context.max_sockets = len(indices) + 1
-    versions, simulation, workers = (
-        protocol.shared_versions(),
-        Simulation(weights_at, frame_bytes),
-        {},
-    )
+    versions, simulation = messages.shared_versions(), Simulation(weights_at, frame_bytes)
+    workers = {}
     head, epoll = multiprocessing.parent_process().sentinel, select.epoll()
     epoll.register(head, select.EPOLLIN)
     for index in indices:
         socket = context.socket(zmq.DEALER)
         socket.linger = socket.rcvhwm = 0
-        protocol.set_limits(socket, protocol.MAX_REQUEST_FRAME)
-        protocol.keep_alive(socket, float(flags["--head-timeout"]))
+        messages.set_limit(socket)
+        messages.keep_alive(socket, float(flags["--head-timeout"]))
         if keys is not None:
             keys.secure(socket)
         socket.connect(flags["--connect"])
-        hello = protocol.Hello(protocol.PROTOCOL_VERSION, index, "simulated", os.getpid(), versions)
-        socket.send_multipart(protocol.frames(None, hello))
+        hello = messages.Hello(messages.PROTOCOL_VERSION, index, "simulated", os.getpid(), versions)
+        socket.send_multipart(messages.hello_frames(hello))
         workers[socket.FD] = SimulatedWorker(index, socket)
         epoll.register(socket.FD, select.EPOLLIN)
     ready = list(workers)
@@ -132,15 +124,15 @@ def simulate(indices, flags, weights_at, frame_bytes):
             worker = workers[fd]
             while True:  # until none is left: only then does libzmq's FD report more
                 try:
-                    header, *buffers = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                    frames = worker.socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                seq, request = protocol.decode_from_head(header.buffer)
-                if isinstance(request, protocol.Close):
+                seq, request = from_frames([frame.buffer for frame in frames])
+                if isinstance(request, messages.Close):
                     epoll.unregister(fd)
                     workers.pop(fd).socket.close()
                     break
-                simulation.answer(worker, seq, request, [buffer.buffer for buffer in buffers])
+                simulation.answer(worker, seq, request)
         ready = [fd for fd, _ in epoll.poll()] if workers else []
     context.term()
 

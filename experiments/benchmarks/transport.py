@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.transport
 
 The rollouts are canned, as in `experiments.benchmarks.scale`: vectors (8 float32) and Atari's
-stacked images (84 x 84 x 4 uint8), over ipc, tcp, and tcp with CURVE. Raw ZeroMQ is a ROUTER, with
+stacked images (84 x 84 x 4 uint8), over ipc, and over tcp with CURVE. Raw ZeroMQ is a ROUTER, with
 as many DEALERs in another process as there are workers, without copies on either side, and with as
 many messages outstanding. The ROUTER drops the frames that it receives, while ClusterEnv decodes
 and validates them, and returns writable arrays. Both take turns, `--rounds` times. Prints medians,
@@ -22,7 +22,7 @@ import tyro
 import zmq
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.wire.security import Gate, HeadKeys, read_key_file, write_key_file
+from clusterenv_runtime.security import Gate, HeadKeys, read_key_file, write_key_file
 
 from .idle import Corner, IdleEnv
 from .scale import OBSERVATIONS, TRANSPORTS
@@ -33,8 +33,8 @@ from .simulation import SimulatedLauncher, spawn
 class Args:
     observations: tuple[str, ...] = ("vector", "image")
     """kinds of observations: vector, image"""
-    transports: tuple[str, ...] = ("ipc", "tcp", "tcp+curve")
-    """transports: ipc, tcp, tcp+curve"""
+    transports: tuple[str, ...] = ("ipc", "tcp+curve")
+    """transports: ipc, tcp+curve"""
     num_workers: int = 2
     """simulated workers, and raw sockets, in one process"""
     num_steps: int = 128

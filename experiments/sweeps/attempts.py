@@ -13,8 +13,6 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from clusterenv_runtime.__main__ import processor
-
 from .configurations import fill_macros, nest
 
 LIBC = ctypes.CDLL(None)
@@ -185,3 +183,11 @@ class Attempt:
         result = {"parameters": nest(self.flat), "summary": summary, "attempt": self.path.name}
         text = json.dumps({**result, **here()}, indent=2, default=str)
         return replace(self.directory / "result.json", lambda path: path.write_text(text))
+
+
+def processor() -> str:
+    """Return the processor's model, or its architecture where Linux does not report a model."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
