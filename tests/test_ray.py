@@ -185,13 +185,16 @@ def test_a_dry_run_does_not_start_ray(tmp_path):
     assert result.stdout.splitlines() == commands, result.stderr
 
 
-def test_a_missing_ray_is_a_one_line_error(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_a_missing_ray_is_a_one_line_error(monkeypatch):
+    monkeypatch.setattr("clusterenv_runtime.extras.ray.ray", None)
     with pytest.raises(StartupError, match=r"needs Ray: pip install 'clusterenv-runtime\[ray\]'"):
         ClusterEnv([CountingEnv], 1, launcher="ray")
 
 
 def test_a_cluster_that_cannot_be_reached_is_a_one_line_error(tmp_path):
     result = run(tmp_path, "--bind-address", "127.0.0.1", RAY_ADDRESS="127.0.0.1:1")
-    line = "error: cannot reach Ray at RAY_ADDRESS=127.0.0.1:1: Connection refused"
+    line = (
+        "error: cannot reach Ray (RAY_ADDRESS='127.0.0.1:1'): ConnectionRefusedError: "
+        "[Errno 111] Connection refused"
+    )
     assert result.returncode == 1 and result.stderr.splitlines() == [line]
