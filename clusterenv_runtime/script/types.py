@@ -6,11 +6,12 @@ import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ..launchers import is_ours
+from ..launchers import BUILT_IN, GROUP
 from ..options import Nats, NotNegative, Positive, Seconds, check_ranges
 
 __all__ = [
@@ -52,9 +53,19 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern=r"^[\w+=-][\w.+=-]*\Z")]
 # Gymnasium imports the module before the colon.
 EnvId = Annotated[str, RunsCode(lambda value: ":" in str(value))]
+
+
+def _is_foreign(launcher: str) -> bool:
+    """Return whether a launcher of this name, if there is one, comes from another package."""
+    modules = [point.module for point in entry_points(group=GROUP, name=launcher)]
+    return launcher not in BUILT_IN and not all(
+        module.startswith("clusterenv_runtime.") for module in modules or [""]
+    )
+
+
 # Options of a `ClusterEnv` whose values can run code.
 OPTIONS = {
-    "launcher": RunsCode(lambda value: not is_ours(value)),
+    "launcher": RunsCode(_is_foreign),
     "worker_prefix": RunsCode(bool),
     "worker_preload": RunsCode(bool),
     "key_file": RunsCode(bool),
