@@ -206,8 +206,7 @@ class Pool(Recovery):
     def _describe_error(self, worker: Worker, error: messages.Error) -> str:
         where = "the policy or an environment" if error.env is None else f"environment {error.env}"
         text, trace = (
-            "\n".join(printable(line, len(line)) for line in each.split("\n"))
-            for each in (error.text, error.traceback)
+            printable(each, len(each), "\t\n") for each in (error.text, error.traceback)
         )
         return (
             f"{where} on {self.describe(worker)} raised {printable(error.kind)}: {text}\n\n{trace}"
