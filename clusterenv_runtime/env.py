@@ -1,7 +1,5 @@
 """ClusterEnv: a ``gymnasium.vector.VectorEnv`` whose environments live in worker processes."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import os

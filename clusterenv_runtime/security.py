@@ -6,8 +6,6 @@ without it, anyone who knows the server's public key could connect. Each run mak
 or `clusterenv_runtime.keys` makes them in advance. They lie in a file that only its owner can read.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import stat
@@ -50,7 +48,7 @@ class HeadKeys(WorkerKeys):
     server_secret: Key
 
     @classmethod
-    def make(cls) -> HeadKeys:
+    def make(cls) -> "HeadKeys":
         """Return fresh keys."""
         server_public, server_secret = zmq.curve_keypair()
         keys = server_public, *zmq.curve_keypair(), server_secret

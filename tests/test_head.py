@@ -464,6 +464,4 @@ def test_a_worker_is_described_by_its_host_and_its_environments():
     assert describe(worker) == "worker 3 (no hello yet, environments 104 to 105)"
     worker.process.host, worker.process.pid, worker.process.ended_because = "node7", 12, "lost"
     simulation.launcher.log = "a/log-{}".format
-    assert (
-        describe(worker).endswith("(node7, pid 12, environments 104 to 105, lost, log a/log-3)")
-    )
+    assert describe(worker).endswith("(node7, pid 12, environments 104 to 105, lost, log a/log-3)")

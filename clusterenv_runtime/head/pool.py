@@ -5,8 +5,6 @@ orders that make it a worker, then all requests that the process before it had n
 same order and with the same ``seq``. It answers each once, and may pull weights before that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -205,9 +203,7 @@ class Pool(Recovery):
 
     def _describe_error(self, worker: Worker, error: messages.Error) -> str:
         where = "the policy or an environment" if error.env is None else f"environment {error.env}"
-        text, trace = (
-            printable(each, len(each), "\t\n") for each in (error.text, error.traceback)
-        )
+        text, trace = (printable(each, len(each), "\t\n") for each in (error.text, error.traceback))
         return (
             f"{where} on {self.describe(worker)} raised {printable(error.kind)}: {text}\n\n{trace}"
         )

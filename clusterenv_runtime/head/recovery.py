@@ -5,8 +5,6 @@ environments again and resets them with fresh seeds. Requests determine its nois
 the environments, the next step reports the old episodes as truncated.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

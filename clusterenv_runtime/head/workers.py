@@ -4,8 +4,6 @@ The deadlines of all workers run at the same time. Nothing here waits or touches
 that a launcher may take some seconds to start a replacement.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 from collections.abc import Callable, Sequence

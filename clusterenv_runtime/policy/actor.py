@@ -3,8 +3,6 @@
 This module imports torch. A worker imports it when its first policy arrives.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import struct

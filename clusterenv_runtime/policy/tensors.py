@@ -6,8 +6,6 @@ request. Float32 parameters may be rounded, see `differences`. All other tensors
 because a buffer may belong to a normalizer or hold an index.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

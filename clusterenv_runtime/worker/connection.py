@@ -1,7 +1,5 @@
 """A worker's two links to the head, and the end of its process when the head is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

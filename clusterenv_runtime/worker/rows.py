@@ -1,7 +1,5 @@
 """One environment of a worker, as Gymnasium's `SyncVectorEnv` and a rollout call it."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable
