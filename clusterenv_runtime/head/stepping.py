@@ -263,7 +263,9 @@ class SteppedEnv(VectorEnv):
         self._left_out |= dropped
         return requests
 
-    def _results(self, call: str, timeout: float | None, ended: Callable[..., Any]) -> Any:
+    def _results(
+        self, call: str, timeout: float | None, ended: Callable[..., Any]
+    ) -> tuple[Any, ...]:
         """Return the results of a reset or step of all workers.
 
         ``ended`` takes a worker and its arrays apart from the observations. It returns where the
