@@ -441,6 +441,6 @@ def _check_finite(part: Part, observations: Any, rows: range) -> None:
         found = [rows[row] for row in np.flatnonzero(wrong.any(0))]
         step = int(wrong.any(1).argmax())
         raise EnvRaised(found[0]) from ValueError(
-            f"{name} of the environments {', '.join(map(str, found))} are not all finite, from "
-            f"step {step} of the rollout on"
+            f"not all {name} are finite from step {step} of the rollout on: environment "
+            + ", ".join(map(str, found))
         )
