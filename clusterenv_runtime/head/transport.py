@@ -198,7 +198,7 @@ class Transport:
         """Close the socket and remove the directory. Safe to call twice."""
         self._socket.close()
         if self._gate is not None:
-            self._gate.close()
+            self._gate.stop()
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
         self._remove()

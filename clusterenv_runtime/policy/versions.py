@@ -25,7 +25,7 @@ from .sync import KL_STATES, states_of_each_row
 if TYPE_CHECKING:
     import torch
 
-    from ..rollout import RolloutPart
+    from ..rollout import Part
     from .base import Policy
     from .divergence import Sample
 
@@ -54,12 +54,7 @@ class PolicyCopy:
 
     def forget(self) -> None:
         """Forget all but ``pulls``, because another process or structure takes the copy's place."""
-        self.held = 0
-        self.behavior = 0
-        self.measured = 0
-        self.divergence = math.inf
-        self.recent = []
-        self.weights = None
+        vars(self).update(vars(PolicyCopy(self.rows, pulls=self.pulls)))
 
 
 class PolicyStore:
@@ -183,7 +178,7 @@ class PolicyStore:
                 why,
             )
 
-    def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
+    def acted(self, copy: PolicyCopy, part: Part) -> None:
         """Keep the measured states of a worker's part, with the distribution parameters there."""
         from .divergence import Sample
 

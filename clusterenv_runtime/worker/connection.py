@@ -152,11 +152,9 @@ class Connection:
         with contextlib.suppress(zmq.ContextTerminated):  # `close` terminates the context
             logger.error("%s: exiting", self._wait_until_head_is_gone())
             # A process's links close a moment before the process has ended.
-            deadline = time.monotonic() + 1
-            while self._sees_head and not self._head_has_left():
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.01)
+            for _ in range(100 if self._sees_head else 0):
+                if not self._head_has_left():
+                    time.sleep(0.01)
             self._tidy_up()
             kill_marked(os.environ.get(VARIABLE, "").split(".")[-1:])  # the last mark is its own
             os._exit(1)
