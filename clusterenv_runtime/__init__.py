@@ -21,7 +21,6 @@ from .env import ClusterEnv
 from .errors import (
     CheckpointError,
     ClusterEnvError,
-    DeadlineError,
     EnvError,
     Interrupted,
     ProtocolError,
@@ -46,7 +45,6 @@ __all__ = [
     "CheckpointError",
     "ClusterEnv",
     "ClusterEnvError",
-    "DeadlineError",
     "EnvError",
     "EpsilonGreedyPolicy",
     "Evaluation",

@@ -84,6 +84,9 @@ class ClusterEnv(ActingEnv):
         **options: Unpack[Options],
     ) -> None:
         self.closed = True  # False once there is something to close
+        number = _count(env_fns, num_envs)
+        if isinstance(num_workers, int):
+            num_workers = min(num_workers, number)
         parsed, launcher, address = parse_options({"num_workers": num_workers, **options}, log_dir)
         if observation_mode != "same":
             raise ValueError(
@@ -93,21 +96,13 @@ class ClusterEnv(ActingEnv):
         _check_info_keys(info_keys)
         if frame_stack is not None and (type(frame_stack) is not int or frame_stack < 1):
             raise ValueError(f"frame_stack must be an integer from 1, got {frame_stack!r}")
-        number = _count(env_fns, num_envs)
-        shares = np.array_split(range(number), min(parsed.num_workers, number))
+        shares = np.array_split(range(number), num_workers)
         rows = [slice(int(share[0]), int(share[-1]) + 1) for share in shares]
         modes = AutoresetMode(autoreset_mode), tuple(info_keys), frame_stack
         allowed = tuple(allow)
+        made = [env_fns if callable(env_fns) else list(env_fns[own]) for own in rows]
         environments = pack_environments(
-            (
-                (
-                    env_fns if callable(env_fns) else list(env_fns[own]),
-                    own.stop - own.start,
-                    modes,
-                    allowed,
-                )
-                for own in rows
-            ),
+            [(make, len(share), modes, allowed) for make, share in zip(made, shares, strict=True)],
             is_shared=not launcher.remote and not launcher.prefix,
         )
         first_row = 0 if learners is None else learners.first_row
@@ -121,8 +116,7 @@ class ClusterEnv(ActingEnv):
         self._pool.start()
         logger.info("%d workers ready in %.1f s", len(workers), time.monotonic() - began)
         self._close_timeout = parsed.close_timeout
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self._pool, self._pid, self._close_timeout)
+        self._finalizer = weakref.finalize(self, self._pool.close, self._close_timeout)
         try:
             self._set_spaces(number, first_row, copy)
         except Exception:  # Gymnasium cannot batch the spaces
@@ -211,11 +205,6 @@ class ClusterEnv(ActingEnv):
         The seeds are those by which the replacement resets its environments first.
         """
         return list(self._pool.restarts)
-
-
-def _close(pool: Pool, pid: int, timeout: float) -> None:
-    if os.getpid() == pid:  # not in a fork of this process
-        pool.close(timeout)
 
 
 def _count(env_fns: Any, num_envs: int | None) -> int:

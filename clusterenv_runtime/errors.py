@@ -20,10 +20,6 @@ class WorkerDiedError(ClusterEnvError):
     """A worker's process has ended, or its link has closed, and no replacement takes its place."""
 
 
-class DeadlineError(ClusterEnvError):
-    """Workers did not respond within the given time; the error message names them."""
-
-
 class ProtocolError(ClusterEnvError):
     """A message does not have the form that :mod:`clusterenv_runtime.messages` describes."""
 

@@ -26,7 +26,7 @@ import zmq
 from .arrays import Frames
 from .errors import ProtocolError, one_line
 from .pickling import MAX_FRAME, from_frames, reader, to_frames, writer
-from .rollout import RolloutPart
+from .rollout import Part
 
 if TYPE_CHECKING:
     from .policy.sync import SyncRule
@@ -179,11 +179,6 @@ class Built:
 class Reply:
     value: Any
     dropped: list[str] = field(default_factory=list)  # infos that cannot be sent
-
-
-@dataclass
-class Part(RolloutPart):
-    """The response to a `Collect`."""
 
 
 @dataclass

@@ -113,19 +113,8 @@ class ClusterOptions:
         """The rule by which a worker pulls."""
         return SyncRule(self.sync_mode, self.kl_threshold, self.sync_interval, self.max_policy_lag)
 
-    @property
-    def restarts_in_a_row(self) -> int:
-        """The value of `max_worker_restarts`, or 0 if lost workers are not replaced."""
-        return self.max_worker_restarts if self.on_worker_loss == "restart" else 0
-
     def make_launcher(self, log_dir: str | os.PathLike[str] | None) -> Launcher:
-        """Return the launcher. Its workers log to files in ``log_dir``, unless that is None.
-
-        Raises:
-            ValueError: no launcher has this name, `worker_prefix` is not a command line, or the
-                launcher does not know these `worker_resources`.
-            StartupError: the launcher cannot start workers here; the error message says what to do.
-        """
+        """Return the launcher, see `launchers.make_launcher`."""
         return make_launcher(self.launcher, log_dir, self.worker_prefix, self.worker_resources)
 
     def keys(self) -> HeadKeys | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,27 @@ class Evaluation(NamedTuple):
 
 
 @dataclass
-class Rollout:
+class _Steps:
+    """The fields that a rollout and a worker's part have in common, see `Rollout`."""
+
+    starts: np.ndarray
+    observations: Any
+    actions: Any
+    logprobs: np.ndarray
+    states: Any
+    extras: dict[str, Any]
+    infos: dict[str, np.ndarray]
+    rewards: np.ndarray
+    terminations: np.ndarray
+    truncations: np.ndarray
+    final_observations: Any
+    next_observations: Any
+    episodic_returns: np.ndarray
+    episodic_lengths: np.ndarray
+
+
+@dataclass
+class Rollout(_Steps):
     """``num_steps`` steps of all environments, or of one worker's environments.
 
     `ClusterEnv.rollout` and `ClusterEnv.recv` return rollouts. Every step is a real transition: a
@@ -77,26 +96,10 @@ class Rollout:
     """
 
     rows: np.ndarray
-    starts: np.ndarray
-    observations: Any
-    actions: Any
-    logprobs: np.ndarray
-    states: Any
-    extras: dict[str, np.ndarray]
-    infos: dict[str, np.ndarray]
-    rewards: np.ndarray
-    terminations: np.ndarray
-    truncations: np.ndarray
-    final_observations: Any
-    next_observations: Any
     policy_versions: np.ndarray
-    episodic_returns: np.ndarray
-    episodic_lengths: np.ndarray
 
     @classmethod
-    def join(
-        cls, parts: list["RolloutPart"], rows: np.ndarray, infos: dict[str, np.ndarray]
-    ) -> "Rollout":
+    def join(cls, parts: list["Part"], rows: np.ndarray, infos: dict[str, np.ndarray]) -> "Rollout":
         """Join the workers' parts, which are in row order.
 
         ``infos`` maps each of ``info_keys`` to zeros like its values, float64 before the first one
@@ -130,26 +133,15 @@ class Rollout:
 
 
 @dataclass
-class RolloutPart:
-    """One worker's part of a rollout. Most fields are those of `Rollout`, for the worker's rows."""
+class Part(_Steps):
+    """The response to a `Collect`: one worker's part of a rollout.
+
+    ``infos`` lacks the keys that had no value.
+    """
 
     version: int  # the version of the policy that acted
-    starts: np.ndarray
-    observations: Any
-    actions: Any
-    logprobs: np.ndarray
-    states: Any
-    extras: dict[str, Any]
-    rewards: np.ndarray
-    terminations: np.ndarray
-    truncations: np.ndarray
-    final_observations: Any
-    next_observations: Any
     episodes: np.ndarray  # (num_episodes,) int64, the step * num_envs + row that ended each
-    episodic_returns: np.ndarray
-    episodic_lengths: np.ndarray
     params: Any  # (states, ...), the distribution parameters at `sync.measured_states`
-    infos: dict[str, np.ndarray]  # without the keys that had no value
     waited: float = 0.0  # seconds that the worker has waited since its last part
 
     def check(self, space: Space[Any], num_steps: int, num_envs: int) -> None:
@@ -175,18 +167,12 @@ class RolloutPart:
                 _check(name, leaf, leaf.dtype, steps, 2)
         ends = int(np.count_nonzero(self.terminations | self.truncations))
         one = create_empty_array(space, 1)
-        axes: dict[str, tuple[int, ...]] = {
-            "observations": steps,
-            "final_observations": (ends,),
-            "next_observations": (num_envs,),
-        }
-        for name, leading in axes.items():
-            check = partial(_check_like, name, leading)
-            map_space(check, space, getattr(self, name), one)
+        for kind, leading in ("", steps), ("final_", (ends,)), ("next_", (num_envs,)):
 
+            def check(array: Any, one: np.ndarray) -> None:
+                _check(name, array, one.dtype, leading + one.shape[1:])  # noqa: B023
 
-def _check_like(name: str, shape: tuple[int, ...], array: Any, one: np.ndarray) -> None:
-    _check(name, array, one.dtype, shape + one.shape[1:])
+            map_space(check, space, getattr(self, name := f"{kind}observations"), one)
 
 
 def _check(
@@ -203,48 +189,34 @@ def _check(
             raise ValueError(f"{name} have indices of frames that do not exist")
 
 
-# The fields of parts and chunks that are joined, and the axis of the environments in each; None if
-# the field has one item for each episode that ended, or for each that counts.
-_AXES = {
-    "starts": 0,
-    "observations": 1,
-    "actions": 1,
-    "logprobs": 1,
-    "states": 0,
-    "extras": 1,
-    "rewards": 1,
-    "terminations": 1,
-    "truncations": 1,
-    "final_observations": None,
-    "next_observations": 0,
-    "episodic_returns": None,
-    "episodic_lengths": None,
-}
+# The fields that are joined along their first axis. The others have the steps there.
+FIRST = ["starts", "states", "next_observations"]
+FIRST += ["final_observations", "episodic_returns", "episodic_lengths"]
 
 
 def _join_fields(
-    parts: Sequence[RolloutPart | Rollout], episodes: list[np.ndarray] | None
+    parts: Sequence[Part | Rollout], episodes: list[np.ndarray] | None
 ) -> dict[str, Any]:
-    """Return the fields of `_AXES`. Items of episodes are ordered by step, then environment.
+    """Return the joined fields. Items of episodes are ordered by step, then environment.
 
     ``episodes`` is None if the items of those that count stay ordered part by part.
     """
-    fields = {}
-    for name, axis in _AXES.items():
+    joined = {}
+    for name in _Steps.__dataclass_fields__.keys() - {"infos"}:
         trees = [getattr(part, name) for part in parts]
         copy = name == "next_observations"  # the head keeps the parts' arrays
-        fields[name] = _join_trees(trees, axis or 0, copy)
+        joined[name] = _join_trees(trees, int(name not in FIRST), copy)
     if len(parts) > 1:
         sizes = [part.rewards.shape[1] for part in parts]
         ends = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
         order = _order(ends, sizes)
-        finals = fields["final_observations"]
-        fields["final_observations"] = map_tree(lambda leaf: leaf[order], finals)
+        finals = joined["final_observations"]
+        joined["final_observations"] = map_tree(lambda leaf: leaf[order], finals)
         if episodes is not None:
             order = _order(episodes, sizes)
             for name in "episodic_returns", "episodic_lengths":
-                fields[name] = fields[name][order]
-    return fields
+                joined[name] = joined[name][order]
+    return joined
 
 
 def _join_trees(trees: list[Any], axis: int, copy: bool) -> Any:
@@ -268,7 +240,7 @@ def _side_by_side(infos: list[np.ndarray]) -> np.ndarray:
     )
 
 
-def _join_infos(parts: list[RolloutPart], known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _join_infos(parts: list[Part], known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     infos = {}
     for key in known:
         found = [part.infos[key] for part in parts if key in part.infos]
@@ -283,28 +255,19 @@ def _join_infos(parts: list[RolloutPart], known: dict[str, np.ndarray]) -> dict[
         if found:
             before = [known[key]] if known[key].ndim else []
             known[key] = np.zeros(shapes.pop(), np.result_type(*found, *before))
-        zeros = known[key]
-        infos[key] = np.concatenate(
-            [
-                part.infos.get(key, np.zeros(part.rewards.shape + zeros.shape, bool))
+        for name, zeros in (key, known[key]), (f"_{key}", np.zeros((), bool)):
+            own = [
+                part.infos.get(name, np.zeros(part.rewards.shape + zeros.shape, bool))
                 for part in parts
-            ],
-            1,
-            dtype=zeros.dtype,
-        )
-        masks = [part.infos.get(f"_{key}", np.zeros(part.rewards.shape, bool)) for part in parts]
-        infos[f"_{key}"] = np.concatenate(masks, 1)
+            ]
+            infos[name] = np.concatenate(own, 1, dtype=zeros.dtype)
     return infos
 
 
 def _order(numbers: list[np.ndarray], sizes: list[int]) -> np.ndarray:
     """Return the indices that order the items of all parts by step, then environment.
 
-    Each part numbers its items step * num_envs + environment.
+    Each part numbers its items step * num_envs + environment, and has them in this order.
     """
-    first_rows = np.cumsum([0, *sizes[:-1]])
-    keys = []
-    for own, first, size in zip(numbers, first_rows, sizes, strict=True):
-        steps, rows = np.divmod(own, size)
-        keys.append(steps * sum(sizes) + first + rows)
-    return np.argsort(np.concatenate(keys))
+    steps = [own // size for own, size in zip(numbers, sizes, strict=True)]
+    return np.argsort(np.concatenate(steps), kind="stable")

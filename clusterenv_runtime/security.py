@@ -93,17 +93,17 @@ def read_key_file(
         raise StartupError(f"{path} is not a {whose}'s key file: {error}") from None
 
 
-class Gate:
+class Gate(ThreadAuthenticator):
     """The head's side of CURVE: it makes the socket a server that admits only the workers' key."""
 
     def __init__(
         self, context: zmq.Context[Any], socket: zmq.Socket[bytes], keys: HeadKeys
     ) -> None:
+        super().__init__(context)
         self._worker_public = keys.worker_public.encode()
         self.refused = 0  # connections refused so far
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", self)
+        self.start()
+        self.configure_curve_callback("*", self)
         socket.curve_server = True
         socket.curve_secretkey = keys.server_secret.encode()
 
@@ -117,6 +117,3 @@ class Gate:
                 "refused a connection with a foreign key; others will be refused silently"
             )
         return False
-
-    def close(self) -> None:
-        self._authenticator.stop()

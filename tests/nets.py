@@ -99,8 +99,7 @@ def acted_by(policy, observations, num_steps=3):
     """
     actor, starts = copy_on_worker(policy), np.ones(len(observations), bool)
     request = Collect(num_steps, 0, 0, 0.0, numbers_of(policy), states=num_steps)
-    actor.prepare(request, range(len(observations)))
-    actor.start(starts)
+    actor.start(request, range(len(observations)), starts)
     for step in range(num_steps):
         actor.act(observations, starts & (step == 0))
     return actor.finish()

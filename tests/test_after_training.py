@@ -286,8 +286,7 @@ def acted(policy, observations, starts):
     actor = Actor(takes_mode=True)
     actor.load(policy, [part.numpy() for part in flat_weights(policy)])
     request = Collect(len(starts), 0, 0, 0.0, numbers_of(policy))
-    actor.prepare(request, range(len(starts[0])))
-    actor.start(starts[0])
+    actor.start(request, range(len(starts[0])), starts[0])
     return [leaves(actor.act(*step)) for step in zip(observations, starts, strict=True)]
 
 

@@ -250,7 +250,7 @@ def test_an_evaluation_runs_in_the_background(tmp_path):
             envs.evaluate_wait()
         envs.evaluate_async(policy, 4)
         for _ in range(2):
-            with pytest.raises(multiprocessing.TimeoutError, match="`evaluate_wait` has timed out"):
+            with pytest.raises(multiprocessing.TimeoutError, match="^no response in "):
                 envs.evaluate_wait(timeout=0)
         for method in (envs.reset, partial(envs.rollout, policy, 2)):
             with pytest.raises(AlreadyPendingCallError, match="pending call to `evaluate`"):

@@ -217,7 +217,7 @@ def forged(rng, value, chance=0.3):
 
 def forged_message(rng, seq, message):
     """Return the frames of a forged message of a worker."""
-    content = seq, type(message).__name__.replace("RolloutPart", "Part"), vars(message)
+    content = seq, type(message).__name__, vars(message)
     if rng.random() < 0.2:
         content = forged(rng, content)
     else:  # mostly only its fields

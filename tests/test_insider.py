@@ -254,7 +254,7 @@ def test_a_part_of_the_wrong_form_is_refused(cluster, fields):
     assert reason.startswith(("it sent a malformed message: ", "its response was wrong: "))
 
 
-@pytest.mark.parametrize("claims", ["Setup", "RolloutPart", "Hello", "\x1b[2J"])
+@pytest.mark.parametrize("claims", ["Setup", "Rollout", "Hello", "\x1b[2J"])
 def test_a_message_of_no_worker_is_refused(cluster, claims):
     reason = lost(cluster, partial(send_forged, {}, claims=claims))
     assert reason.startswith("it sent a malformed message: KeyError: ")

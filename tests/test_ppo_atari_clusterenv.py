@@ -11,7 +11,7 @@ from torch import nn
 
 import scripts.ppo_atari_clusterenv as script
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.messages import worker_frames
+from clusterenv_runtime.messages import Collect, worker_frames
 from clusterenv_runtime.script import by_backend
 from clusterenv_runtime.script.environments import (
     BackendError,
@@ -171,7 +171,7 @@ class AtRandom:
     def __init__(self, num_actions):
         self.rng, self.num_actions = np.random.default_rng(1), num_actions
 
-    def start(self, starts):
+    def start(self, request, rows, starts):
         self.actions = []
 
     def act(self, observations, starts):
@@ -192,7 +192,7 @@ def test_bytes_of_a_step(game):
     make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
     envs = WorkerEnvs([make_env] * 2, range(2), AutoresetMode.NEXT_STEP, (), 4)
     envs.reset([1, 2])
-    part = envs.collect(AtRandom(envs.describe()["action_space"].n), 128)
+    part = envs.collect(AtRandom(envs.describe()["action_space"].n), Collect(128, 1, 1, 0.0, []))
     frames = worker_frames(1, part, ())
     envs.close()
     assert sum(map(len, frames)) / 256 < 7400 < 4 * 84 * 84 / 3
@@ -204,7 +204,7 @@ def test_with_envpool_an_episode_is_one_life_and_games_are_counted():
     make = partial(make_vec, "envpool", "Breakout-v5", **arguments)
     envs = WorkerEnvs(make, range(2), AutoresetMode.NEXT_STEP, ("lives",), 4)
     envs.reset([1, 2])
-    part = envs.collect(AtRandom(4), 600)
+    part = envs.collect(AtRandom(4), Collect(600, 1, 1, 0.0, []))
     envs.close()
     ended = part.terminations | part.truncations
     lives = part.infos["lives"]

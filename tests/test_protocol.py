@@ -111,7 +111,7 @@ LOOPED.append((LOOPED,))
         (np.int64(1), "Pull", {"version": 1}),
         (1, "Setup", {}),
         (1, "Hello", {"protocol": 1, "index": 0, "host": "", "pid": 1, "versions": {}}),
-        (1, "RolloutPart", PART),
+        (1, "Rollout", PART),
         (1, "\x1b[2J\n", {}),
         (1, ["Reply"], {"value": None}),
         (1, b"Reply", {"value": None}),

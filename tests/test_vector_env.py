@@ -341,8 +341,7 @@ def test_timeouts_leave_a_usable_env(tmp_path):
     with ClusterEnv([partial(CountingEnv, gate=str(gate))] * 2, 2) as envs:
         envs.reset()
         envs.step_async([0, 0])
-        text = r"The call to `step_wait` has timed out after 0\.01 second\(s\)\. "
-        text += r"No response from worker 0 \(.*, worker 1 \("
+        text = r"no response in 0\.01 s from worker 0 \(.*, worker 1 \("
         with pytest.raises(multiprocessing.TimeoutError, match=text):
             envs.step_wait(timeout=0.01)
         with pytest.raises(NoAsyncCallError):

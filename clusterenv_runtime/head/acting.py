@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 
 from ..arrays import is_batched, map_tree
-from ..errors import DeadlineError
+from ..errors import Interrupted
 from ..messages import Collect, Evaluate, Structure
 from ..rollout import Evaluation, Rollout
-from .recovery import Request, with_fresh
+from .recovery import Request, derived, with_fresh
 from .stepping import SteppedEnv, reset_needed
 from .workers import State, Worker
 
@@ -34,10 +33,6 @@ class ActingEnv(SteppedEnv):
     def _set_acting(self, info_keys: Sequence[str]) -> None:
         # For each info key, zeros like its last value; a scalar zero before the first value.
         self._known_infos = {key: np.zeros(()) for key in info_keys}
-        self._granted: dict[int, int] = {}  # requests not taken yet, seq -> worker, oldest first
-        self._overlapped: int | None = None  # the ``num_steps`` of the rollout requested ahead
-        self._evaluation: list[int] = []  # the requests of the evaluation under way
-        self._max_steps = 0  # its limit of steps per episode
 
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
         """Publish ``policy``, let all workers act for ``num_steps`` steps, and return the rollout.
@@ -81,6 +76,8 @@ class ActingEnv(SteppedEnv):
         if overlap:
             try:
                 self._grant_ahead(num_steps, workers)
+            except Interrupted as error:  # the next wait, as this rollout is complete
+                self._pool.interrupt = error
             finally:
                 self._overlapped = num_steps if self._granted else None
         return Rollout.join(parts, np.arange(self.num_envs), self._known_infos)
@@ -151,8 +148,7 @@ class ActingEnv(SteppedEnv):
             seqs = [seq for seq, index in self._granted.items() if index == worker][:1]
         if not seqs or self._overlapped is not None:
             raise NoAsyncCallError("Calling `recv` without any prior call to `send`.", "recv")
-        with self._giving_up_after_errors():
-            request = self._pool.first(seqs)
+        request = self._pool.first(seqs)
         del self._granted[request.seq]
         part, rows = self._take(request), request.worker.rows
         numbers = np.arange(rows.start, rows.stop)
@@ -239,7 +235,6 @@ class ActingEnv(SteppedEnv):
         # episodes to end in any environment counted, too many of them would be short.
         shares = np.diff([episodes * row // self.num_envs for row in range(self.num_envs + 1)])
         pool.require(*pool.workers)
-        self._max_steps = max_steps
         with pool.closing_on_ctrl_c():
             for worker in pool.workers:
                 if (own := shares[worker.rows]).any():
@@ -270,30 +265,27 @@ class ActingEnv(SteppedEnv):
                 "Calling `evaluate_wait` without any prior call to `evaluate_async`.", "evaluate"
             )
         pool, seqs = self._pool, self._evaluation
-        with self._giving_up_after_errors():
+        try:
             if pool.to_reset and not pool.errors:
-                self._evaluation = []
                 raise reset_needed("evaluate_wait")
-            try:
-                pool.settle(seqs, timeout)
-            except DeadlineError as error:
-                raise multiprocessing.TimeoutError(
-                    f"The call to `evaluate_wait` has timed out after {timeout} second(s). {error}"
-                ) from None
-            except BaseException:
-                pool.forget(seqs)
-                self._evaluation = []
-                raise
+            pool.settle(seqs, timeout)
+        except multiprocessing.TimeoutError:
+            raise
+        except BaseException:
+            pool.forget(seqs)
+            self._evaluation = []
+            raise
         self._evaluation = []
-        parts = [request.response for request in pool.gather(seqs)]
-        evaluation = Evaluation(*map(np.concatenate, zip(*parts, strict=True)))
+        requests = pool.gather(seqs)
+        parts = zip(*(request.response for request in requests), strict=True)
+        evaluation = Evaluation(*map(np.concatenate, parts))
         if left := np.count_nonzero(~evaluation.ended):
             logger.warning(
                 "%d of %d episodes of the evaluation had not ended after %d steps: their returns "
                 "up to then count",
                 left,
                 len(evaluation.ended),
-                self._max_steps,
+                requests[0].message.max_steps,
             )
         return evaluation
 
@@ -314,14 +306,6 @@ class ActingEnv(SteppedEnv):
                 f"{self.single_observation_space}: leave out other parts with the wrapper "
                 "FilterObservation, or make them arrays, see docs/policies.md"
             )
-
-    def _has_outstanding_rollouts(self) -> str:
-        if not self._granted:
-            return ""
-        return "send" if self._overlapped is None else "rollout"
-
-    def _pending_evaluation(self) -> str:
-        return "evaluate" if self._evaluation else ""
 
     def _grant(self, num_steps: int, workers: Sequence[Worker]) -> list[tuple[Worker, Collect]]:
         """Ask these workers to act. Return each worker with its request."""
@@ -358,11 +342,10 @@ class ActingEnv(SteppedEnv):
                 for worker in pulling
             )
 
-        with self._giving_up_after_errors():
-            self._pool.wait_until(have_weights, self._granted)
+        self._pool.wait_until(have_weights, self._granted)
 
     def _take(self, request: Request) -> Any:
-        """Return a worker's `RolloutPart`, and update what the head knows of the worker."""
+        """Return a worker's `Part`, and update what the head knows of the worker."""
         worker, part = request.worker, request.response
         # These are few, so their stacks are gathered here.
         part.final_observations = map_tree(np.asarray, part.final_observations)
@@ -378,18 +361,9 @@ class ActingEnv(SteppedEnv):
         return part
 
     def _assert_idle(self, method: str) -> None:
-        with self._giving_up_after_errors():  # of an interrupted call
-            super()._assert_idle(method)
-
-    @contextlib.contextmanager
-    def _giving_up_after_errors(self) -> Iterator[None]:
-        """Give up all outstanding requests if the block raises an environment's error."""
-        try:
-            yield
-        except BaseException:
-            if self._pool.to_reset and not self._pool.errors:
-                self._give_up()
-            raise
+        if self._pool.to_reset and not self._pool.errors:  # an environment has raised
+            self._give_up()
+        super()._assert_idle(method)
 
     def _give_up(self) -> None:
         """Forget all outstanding requests. The next rollout gets the same number on all workers."""
@@ -408,9 +382,5 @@ def _seeds_after(worker: Worker) -> list[int]:
     """
     if worker.seeds is None:
         return with_fresh([None] * worker.num_envs)
-    # Some environments take only seeds of 31 bits.
-    worker.seeds = [
-        None if seed is None else int(np.random.SeedSequence([seed, 1]).generate_state(1)[0] >> 1)
-        for seed in worker.seeds
-    ]
+    worker.seeds = derived(worker.seeds, 1)
     return with_fresh(worker.seeds)

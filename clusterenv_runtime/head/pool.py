@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
+import multiprocessing
 import os
 import time
 from collections import deque
@@ -19,7 +20,6 @@ import numpy as np
 
 from .. import messages
 from ..errors import (
-    DeadlineError,
     EnvError,
     Interrupted,
     ProtocolError,
@@ -67,6 +67,7 @@ class Pool(Recovery):
     ) -> None:
         super().__init__(workers, launcher, options, learners, clock)
         self.is_closed = False
+        self.pid = os.getpid()  # of the process that made this pool
         self.interrupt: Interrupted | None = None  # the error that the next wait raises
         self.environments: dict[str, Any] = {}  # what the first worker says, `WorkerEnvs.describe`
         self._transport = transport
@@ -135,19 +136,13 @@ class Pool(Recovery):
         """Wait until all of these requests have a response.
 
         Raises:
-            DeadlineError: ``timeout`` seconds have passed.
+            multiprocessing.TimeoutError: ``timeout`` seconds have passed.
             Interrupted: the wait was interrupted.
             WorkerDiedError: a worker is gone and will not be replaced.
             Exception: an environment raised it, with an `EnvError` as its cause.
         """
-        rest = deque(seqs)
-
-        def are_settled() -> bool:
-            while rest and rest[0] not in self.outstanding:
-                rest.popleft()
-            return not rest
-
-        self._wait(are_settled, timeout)
+        # The last request is as a rule the last to be answered.
+        self._wait(lambda: self.outstanding.keys().isdisjoint(reversed(seqs)), timeout)
 
     def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
         """Wait until all of these requests have a response, see `settle`, and return them.
@@ -164,11 +159,11 @@ class Pool(Recovery):
     def first(self, seqs: Collection[int]) -> Request:
         """Wait for a response to any of these requests. Return the first that has one."""
 
-        def answered() -> int | None:
-            return next((seq for seq in self.answered if seq in seqs), None)
+        def found() -> list[int]:
+            return [seq for seq in self.answered if seq in seqs][:1]
 
-        self.wait_until(lambda: answered() is not None, seqs)
-        return self.answered.pop(answered())
+        self.wait_until(found, seqs)
+        return self.answered.pop(*found())
 
     def wait_until(self, done: Callable[[], Any], seqs: Collection[int]) -> None:
         """Serve the workers until ``done`` holds, an error comes, or all ``seqs`` have a response.
@@ -229,7 +224,7 @@ class Pool(Recovery):
                     waits.info("waiting for %d of %d workers", len(self._late), len(self.workers))
                 if now >= deadline:
                     names = ", ".join(map(self.describe, self._late))
-                    raise DeadlineError(f"No response from {names}")
+                    raise multiprocessing.TimeoutError(f"no response in {timeout} s from {names}")
         self.raise_errors()
 
     @contextlib.contextmanager
@@ -291,7 +286,7 @@ class Pool(Recovery):
 
         Safe to call twice.
         """
-        if self.is_closed:
+        if self.is_closed or os.getpid() != self.pid:  # this is a fork of the head
             return
         self.is_closed = True
         deadline = self.clock() + timeout

@@ -110,12 +110,7 @@ class Recovery(Supervisor):
         number = sum(restart["worker"] == worker.index for restart in self.restarts) + 1
         # Otherwise the user's own seeds are still unused.
         if worker.seeds is not None and not self._will_reset(worker):
-            given = [seed for seed in worker.seeds if seed is not None]
-            sequence = np.random.SeedSequence([*given, worker.numbers.start, number])
-            # Some environments take only seeds of 31 bits.
-            fresh = (sequence.generate_state(worker.num_envs) >> 1).tolist()
-            pairs = zip(worker.seeds, fresh, strict=True)
-            worker.seeds = [None if old is None else new for old, new in pairs]
+            worker.seeds = derived(worker.seeds, worker.numbers.start, number)
         self.restarts.append(
             {"worker": worker.index, "time": time.time(), "reason": reason, "seeds": worker.seeds}
         )
@@ -162,14 +157,22 @@ class Recovery(Supervisor):
             ValueError: ``state`` is not the state of a head.
         """
         try:
+            seed, restarts, rollouts = state["seed"], list(state["restarts"]), state["rollouts"]
+            waited = state["waiting_seconds"] / state["workers"]
             self.store.load_state_dict(state)
-            self.seed, self.restarts = state["seed"], list(state["restarts"])
+            self.seed, self.restarts = seed, restarts
             for worker in self.workers:
-                worker.waited = state["waiting_seconds"] / state["workers"]
-                worker.asked_rollouts = worker.rollouts = state["rollouts"]
+                worker.waited = waited
+                worker.asked_rollouts = worker.rollouts = rollouts
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(f"this is not the state of a ClusterEnv: {one_line(error)}") from None
         self._is_loaded = True
+
+
+def derived(seeds: list[int | None], *how: int) -> list[int | None]:
+    """Return seeds that follow from others. Some environments take only seeds of 31 bits."""
+    sequences = [seed if seed is None else np.random.SeedSequence([seed, *how]) for seed in seeds]
+    return [each and int(each.generate_state(1)[0] >> 1) for each in sequences]
 
 
 def with_fresh(seeds: list[int | None]) -> list[int]:

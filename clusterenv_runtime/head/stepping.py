@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, create_empty_array
 
 from ..arrays import map_space
-from ..errors import DeadlineError, printable
+from ..errors import printable
 from ..messages import Call, Message, Reset, SetAttr, Step
 from .pool import Pool
 from .workers import Worker
@@ -35,7 +34,6 @@ class SteppedEnv(VectorEnv):
 
     _pool: Pool
     _close_timeout: float
-    _pid: int  # of the process that made this environment
     _finalizer: weakref.finalize[Any, Any]
 
     def _set_spaces(self, num_envs: int, first_row: int, copy: bool) -> None:
@@ -51,6 +49,9 @@ class SteppedEnv(VectorEnv):
         self.render_mode = built["render_mode"]
         self._pending = ""  # the call under way: "reset", "step" or "call"
         self._seqs: list[int] = []  # its requests
+        self._granted: dict[int, int] = {}  # requests not taken yet, seq -> worker, oldest first
+        self._overlapped: int | None = None  # the ``num_steps`` of the rollout requested ahead
+        self._evaluation: list[int] = []  # the requests of the evaluation under way
         self._mask: np.ndarray | None = None  # of the reset under way; None for all
         self._observations: Any = None  # the last observations of all environments
         self._left_out: set[str] = set()  # infos that the user was warned about
@@ -97,13 +98,8 @@ class SteppedEnv(VectorEnv):
         self._ask("reset", request)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        mask = self._mask
-
-        def ended(worker: Worker) -> np.ndarray:
-            return worker.ended & (mask is not None and ~mask[worker.rows])
-
-        observations, infos = self._results("reset", timeout, ended)
-        if mask is None:
+        observations, infos = self._results("reset", timeout)
+        if self._mask is None:
             self._pool.to_reset.clear()
         return observations, infos
 
@@ -134,13 +130,7 @@ class SteppedEnv(VectorEnv):
         )
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        # In the mode SAME_STEP, the user sees an end together with the reset after it.
-        shows_ends = self.autoreset_mode != AutoresetMode.SAME_STEP
-
-        def ended(_: Worker, __: Any, terminations: Any, truncations: Any) -> np.ndarray:
-            return (terminations | truncations) & shows_ends  # type: ignore[no-any-return]
-
-        return self._results("step", timeout, ended)
+        return self._results("step", timeout)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute."""
@@ -182,7 +172,7 @@ class SteppedEnv(VectorEnv):
         pool.attributes = {**others, name: pickles}  # in order of the names' last calls
         try:
             self._ask("call", lambda each: SetAttr(name, pickles[each.index]))
-            if self._has_outstanding_rollouts():
+            if self._granted:
                 self._pending = ""
                 for seq in self._seqs:
                     pool.outstanding[seq].is_awaited = False
@@ -191,10 +181,6 @@ class SteppedEnv(VectorEnv):
         except BaseException:
             pool.attributes = before
             raise
-
-    def _has_outstanding_rollouts(self) -> str:
-        """Return the name of the method that has asked for rollouts that are outstanding, or ""."""
-        return ""
 
     def render(self) -> tuple[Any, ...]:
         return self.call("render")
@@ -218,9 +204,8 @@ class SteppedEnv(VectorEnv):
                 "complete."
             )
         self._finalizer.detach()
-        if os.getpid() == self._pid:
-            seconds = self._close_timeout if timeout is None else timeout
-            self._pool.close(0 if terminate else seconds)
+        seconds = self._close_timeout if timeout is None else timeout
+        self._pool.close(0 if terminate else seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -243,14 +228,10 @@ class SteppedEnv(VectorEnv):
             )
         try:
             requests = self._pool.gather(self._seqs, timeout)
-        except BaseException as error:
+        except BaseException:
             if call == "step":  # the step may have ended episodes unseen
                 self._pool.to_reset |= {worker.index for worker in self._pool.workers}
-            if not isinstance(error, DeadlineError):
-                raise
-            raise multiprocessing.TimeoutError(
-                f"The call to `{call}_wait` has timed out after {timeout} second(s). {error}"
-            ) from None
+            raise
         finally:
             self._pending = ""
         dropped = {key for request in requests for key in request.dropped}
@@ -263,18 +244,18 @@ class SteppedEnv(VectorEnv):
         self._left_out |= dropped
         return requests
 
-    def _results(
-        self, call: str, timeout: float | None, ended: Callable[..., Any]
-    ) -> tuple[Any, ...]:
-        """Return the results of a reset or step of all workers.
-
-        ``ended`` takes a worker and its arrays apart from the observations. It returns where the
-        user sees an episode's end, but not the reset after it.
-        """
+    def _results(self, call: str, timeout: float | None) -> tuple[Any, ...]:
+        """Return the results of a reset or step of all workers."""
         requests = self._responses(call, timeout)
         for request in requests:
             observations, *others = request.response["arrays"]
-            self._pool.note_seen(request, observations, ended(request.worker, *others))
+            # Where the user sees an episode's end, but not the reset after it.
+            if call == "step":
+                ended = (others[1] | others[2]) & (self.autoreset_mode != AutoresetMode.SAME_STEP)
+            else:
+                rows = request.worker.rows
+                ended = request.worker.ended & (self._mask is not None and ~self._mask[rows])
+            self._pool.note_seen(request, observations, ended)
         parts, *arrays = zip(*(request.response["arrays"] for request in requests), strict=True)
         infos = [request.response["infos"] for request in requests]
         sizes = [worker.num_envs for worker in self._pool.workers]
@@ -299,27 +280,24 @@ class SteppedEnv(VectorEnv):
             raise ClosedEnvironmentError(
                 f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
             )
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pool.pid:
             raise ClosedEnvironmentError(
-                f"This environment belongs to process {self._pid}, of which this process is a "
+                f"This environment belongs to process {self._pool.pid}, of which this process is a "
                 "fork: make one here."
             )
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
-        pending = self._pending or self._pending_evaluation()
+        pending = self._pending or "evaluate" * bool(self._evaluation)
         # Workers handle these requests in order, so they need not wait for each other.
-        if not pending and method not in ("send", "evaluate", "set_attr"):
-            pending = self._has_outstanding_rollouts()
+        if not pending and self._granted and method not in ("send", "evaluate", "set_attr"):
+            pending = "send" if self._overlapped is None else "rollout"
         if pending:
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",
                 pending,
             )
         self._pool.raise_errors()  # of an interrupted call
-
-    def _pending_evaluation(self) -> str:
-        return ""
 
     def _assert_none_waits_for_reset(self, method: str) -> None:
         if self._pool.to_reset:

@@ -40,18 +40,29 @@ def remove_own(directory: str, pid: int) -> None:
 
 
 class FileLimit:
-    """This process's limit on open files, raised because each connection is an open file."""
+    """This process's limit on open files, raised while somebody holds it.
 
-    def __init__(self) -> None:
-        self._before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-        self._raised = most, hard
-        if soft != resource.RLIM_INFINITY and soft < most:
-            resource.setrlimit(resource.RLIMIT_NOFILE, self._raised)
+    Each connection is an open file.
+    """
 
-    def restore(self) -> None:
-        if resource.getrlimit(resource.RLIMIT_NOFILE) == self._raised:
-            resource.setrlimit(resource.RLIMIT_NOFILE, self._before)
+    holders = 0
+    before = raised = 0, 0  # the limits, soft and hard
+
+    @classmethod
+    def hold(cls) -> None:
+        cls.holders += 1
+        if cls.holders == 1:
+            cls.before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+            cls.raised = most, hard
+            if soft != resource.RLIM_INFINITY and soft < most:
+                resource.setrlimit(resource.RLIMIT_NOFILE, cls.raised)
+
+    @classmethod
+    def release(cls) -> None:
+        cls.holders -= 1
+        if cls.holders == 0 and resource.getrlimit(resource.RLIMIT_NOFILE) == cls.raised:
+            resource.setrlimit(resource.RLIMIT_NOFILE, cls.before)
 
 
 class Transport:
@@ -73,7 +84,8 @@ class Transport:
     def __init__(
         self, bind_address: str | None, port: int, keys: HeadKeys | None, parent: Path | None
     ) -> None:
-        self._limit = FileLimit()
+        FileLimit.hold()
+        self._release = weakref.finalize(self, FileLimit.release)
         self.dropped = 0  # the number of messages dropped so far, see `drop`
         self._is_sending = False
         self._pulses: dict[bytes, bool] = {}  # by identity: whether it missed the last `Ping`
@@ -196,8 +208,8 @@ class Transport:
         """Close the socket and remove the directory. Safe to call twice."""
         self._socket.close()
         if self._gate is not None:
-            self._gate.close()
+            self._gate.stop()
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
         self._remove()
-        self._limit.restore()
+        self._release()

@@ -204,7 +204,15 @@ class Supervisor:
             return ""
         if not self._launcher.has_ended(worker.index) and now < process.deadline:
             return ""
-        return f"{self.describe(worker)} died: {self._reason(process, now)}"
+        reason = (
+            process.exit.reason
+            if process.exit
+            else (
+                f"cut off or silent (its last message came {now - process.heard:.0f} s ago); is it "
+                "stopped, or is its machine or network down?"
+            )
+        )
+        return f"{self.describe(worker)} died: {reason}"
 
     def _check_living(self, now: float) -> None:
         """Note the loss of the processes that have ended or are late."""
@@ -230,14 +238,6 @@ class Supervisor:
         for worker in late:
             self.lose(worker, Exit(text, by_signal=True))
 
-    def _reason(self, process: Process, now: float) -> str:
-        if process.exit is not None:
-            return process.exit.reason
-        return (
-            f"cut off or silent (its last message came {now - process.heard:.0f} s ago); is it "
-            "stopped, or is its machine or network down?"
-        )
-
     def replace(self, worker: Worker, reason: str) -> None:
         """Start a replacement for a lost process.
 
@@ -248,7 +248,8 @@ class Supervisor:
         lost, before = worker.process, worker.losses
         worker.losses += 1
         ended_by_itself = lost.exit is not None and not lost.exit.by_signal
-        if before >= self._options.restarts_in_a_row or self.all_must_start and ended_by_itself:
+        most = self._options.max_worker_restarts * (self._options.on_worker_loss == "restart")
+        if before >= most or self.all_must_start and ended_by_itself:
             again = f" (and so did {before} before it, in a row)" if before else ""
             raise WorkerDiedError(reason + again)
         try:

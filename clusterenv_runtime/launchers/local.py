@@ -102,7 +102,9 @@ class LocalLauncher(Launcher):
         self._python = python_command(f"{MAIN}; main()")
         modules = [*(ACTING if "torch" in sys.modules else ()), *self.preload]
         code = CODE.format(MAIN, os.getpid(), modules)
-        self._kind = tuple(python_command(code)), frozenset(variables.items())
+        # The modules that it imports may look at all variables.
+        seen = self._environment if self.preload else variables
+        self._kind = tuple(python_command(code)), frozenset(seen.items())
 
     def command(self, index: int) -> list[str]:
         return [*self.prefix, *self._python, *self.arguments(index)[2:]]

@@ -29,10 +29,13 @@ class Actor:
     """A policy in eval mode: one forward pass per step, log-probabilities once per rollout.
 
     Args:
+        before_step: called before each step.
         takes_mode: whether actions are the mode of the distribution instead of drawn from it.
     """
 
-    def __init__(self, takes_mode: bool = False) -> None:
+    def __init__(
+        self, before_step: Callable[[], None] = lambda: None, takes_mode: bool = False
+    ) -> None:
         self._takes_mode = takes_mode
         self.policy: Policy | None = None
         self.version = 0  # the version of the policy's weights; 0 if it has none
@@ -41,7 +44,7 @@ class Actor:
         self._numbers: list[float] = []  # the numbers of this version when it was published
         self._held: torch.Tensor | None = None  # the float32 weights that differences are added to
         self._generator = torch.Generator()
-        self.before_step: Callable[[], None] = lambda: None  # called before each step
+        self._before_step = before_step
         # The current rollout:
         self._request: Collect | None = None
         self._rows = range(0)
@@ -89,16 +92,15 @@ class Actor:
         self.version = message.version if is_right else 0
         self._since, self._numbers = message.since, message.numbers
 
-    def prepare(self, request: Collect, rows: range) -> None:
-        """Take the request for the next rollout, and the rows of its environments."""
+    def start(self, request: Collect, rows: range, starts: np.ndarray) -> None:
+        """Begin a rollout of the environments with these numbers.
+
+        ``starts`` ``(num_envs,)`` says which of them begin an episode.
+        """
         # A request that is older than this structure has numbers of another policy.
         is_older = request.version < self._since
         set_numbers(self.policy, self._numbers if is_older else request.numbers)
-        self._request = request
-        self._rows = rows
-
-    def start(self, starts: np.ndarray) -> None:
-        """Begin a rollout. ``starts`` ``(num_envs,)`` says which environments begin an episode."""
+        self._request, self._rows = request, rows
         self._params = []
         self._actions = []
         initial = self.policy.initial_state(len(starts))
@@ -117,7 +119,7 @@ class Actor:
 
         ``starts`` ``(num_envs,)`` says which observations are the first of an episode.
         """
-        self.before_step()
+        self._before_step()
         tensors = to_tensors(observations, self.policy)
         if self.state is None:
             params = self.policy(tensors)
@@ -171,7 +173,7 @@ class Actor:
 
     @torch.inference_mode()
     def finish(self) -> dict[str, Any]:
-        """Return the fields of a `RolloutPart` that come from the policy.
+        """Return the fields of a `Part` that come from the policy.
 
         These are actions, log-probabilities, extras, states and distribution parameters.
         """

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..arrays import Frames, leaves, map_tree
-from ..rollout import RolloutPart
+from ..rollout import Part
 from .base import Policy
 from .sync import measured_states
 from .tensors import eval_mode, to_tensors
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     states: Any  # (batch, ...), the policy's states before the first step; None if it has none
 
     @classmethod
-    def of(cls, part: RolloutPart, rows: range) -> "Sample":
+    def of(cls, part: Part, rows: range) -> "Sample":
         """Return the measured states of a worker's part.
 
         The arrays are copies, because the user gets the part and may write to it, and because a

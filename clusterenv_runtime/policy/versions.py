@@ -25,7 +25,7 @@ from .sync import KL_STATES, states_of_each_row
 if TYPE_CHECKING:
     import torch
 
-    from ..rollout import RolloutPart
+    from ..rollout import Part
     from .base import Policy
     from .divergence import Sample
 
@@ -54,12 +54,7 @@ class PolicyCopy:
 
     def forget(self) -> None:
         """Forget all but ``pulls``, because another process or structure takes the copy's place."""
-        self.held = 0
-        self.behavior = 0
-        self.measured = 0
-        self.divergence = math.inf
-        self.recent = []
-        self.weights = None
+        vars(self).update(vars(PolicyCopy(self.rows, pulls=self.pulls)))
 
 
 class PolicyStore:
@@ -183,7 +178,7 @@ class PolicyStore:
                 why,
             )
 
-    def acted(self, copy: PolicyCopy, part: RolloutPart) -> None:
+    def acted(self, copy: PolicyCopy, part: Part) -> None:
         """Keep the measured states of a worker's part, with the distribution parameters there."""
         from .divergence import Sample
 
@@ -282,11 +277,10 @@ class PolicyStore:
 
         The policy comes with the next `publish`.
         """
-        self.version = state["policy_version"]
-        self.bytes_sent = state["sync_bytes"]
-        self.structure, self._brief = b"", None
         # The mean number of pulls per worker stays the same.
         pulls = round(state["pulls"] * len(self._copies) / state["workers"])
+        self.version, self.bytes_sent = state["policy_version"], state["sync_bytes"]
+        self.structure, self._brief = b"", None
         each, rest = divmod(pulls, len(self._copies))
         for index, copy in enumerate(self._copies):
             copy.forget()

@@ -127,7 +127,8 @@ class Connection:
             frames = self._socket.recv_multipart(copy=False)
             try:
                 seq, message = from_frames([frame.buffer for frame in frames])
-            except ProtocolError:  # Ctrl-C came while the head sent this, and ends the head
+            except ProtocolError as error:  # as a rule Ctrl-C came while the head sent this
+                logger.error("%s: exiting", error)
                 raise End from None
             if isinstance(message, messages.Close):
                 raise End
@@ -150,11 +151,9 @@ class Connection:
         with contextlib.suppress(zmq.ContextTerminated):  # `close` terminates the context
             logger.error("%s: exiting", self._wait_until_head_is_gone())
             # A process's links close a moment before the process has ended.
-            deadline = time.monotonic() + 1
-            while self._sees_head and not self._head_has_left():
-                if time.monotonic() >= deadline:
-                    break
-                time.sleep(0.01)
+            for _ in range(100 if self._sees_head else 0):
+                if not self._head_has_left():
+                    time.sleep(0.01)
             self._tidy_up()
             kill_marked(os.environ.get(VARIABLE, "").split(".")[-1:])  # the last mark is its own
             os._exit(1)

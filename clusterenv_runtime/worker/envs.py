@@ -18,9 +18,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordVectorStatistics
 
-from ..arrays import Frames, filled, fold, leaves, map_space, map_tree, not_finite
+from ..arrays import Frames, fold, leaves, map_space, map_tree, not_finite
 from ..errors import EnvRaised
-from ..messages import Part
+from ..messages import Collect, Part
 from .rows import Row, find_wrapper, seed_globals
 
 if TYPE_CHECKING:
@@ -82,10 +82,6 @@ class WorkerEnvs:
             after_each()
             return env
 
-        def build_row(make: Callable[[], gym.Env], number: int) -> Row:
-            self._rows.append(Row(build(make, number), number))
-            return self._rows[-1]
-
         try:
             if callable(env_fns):
                 self._envs: VectorEnv = build(env_fns, rows[0], len(rows))
@@ -94,8 +90,9 @@ class WorkerEnvs:
                     pairs = zip(self._envs.envs, rows, strict=True)
                     self._rows = self._envs.envs = [Row(*pair) for pair in pairs]
             else:
-                pairs = zip(env_fns, rows, strict=True)
-                builders = [lambda pair=pair: build_row(*pair) for pair in pairs]
+                for make, number in zip(env_fns, rows, strict=True):
+                    self._rows.append(Row(build(make, number), number))
+                builders = [lambda row=row: row for row in self._rows]
                 self._envs = SyncVectorEnv(builders, copy=False, autoreset_mode=autoreset_mode)
                 self._mode = autoreset_mode
             self._space = self._envs.single_observation_space
@@ -192,13 +189,13 @@ class WorkerEnvs:
     def set_attr(self, name: str, values: list[Any]) -> None:
         self._envs.set_attr(name, values)
 
-    def collect(self, actor: Actor, num_steps: int) -> Part:
-        """Act and step ``num_steps`` times. Reset environments in the step that ends an episode."""
+    def collect(self, actor: Actor, request: Collect) -> Part:
+        """Act and step as asked for. Reset environments in the step that ends an episode."""
         pending = self._ended | np.array([row._begun is not None for row in self._rows] or False)
         self._must_reset, self._has_acted = False, True
         if pending.any():
             self.reset([None] * self.num_envs, None, pending)
-        shape = num_steps, self.num_envs
+        shape = num_steps, _ = request.num_steps, self.num_envs
         first_starts = starts = self._lengths == 0
         # One step more than the other arrays: the observations after the last step.
         observations = map_tree(
@@ -211,7 +208,7 @@ class WorkerEnvs:
         finals: list[Any] = []  # the last observations of ended episodes
         episodes: list[tuple[int, float, int]] = []  # step * num_envs + row, return, length
         advance = self._step_rows if self._rows else self._step_vector
-        actor.start(starts)
+        actor.start(request, self._numbers, starts)
         for step in range(num_steps):
             actions = actor.act(self._write(observations, step), starts)
             results = rewards[step], terminations[step], truncations[step]
@@ -323,20 +320,16 @@ class WorkerEnvs:
 
     def _fold(self, observations: Any, final: Any, ended: np.ndarray) -> dict[str, Any]:
         """Return the part's observations, with each frame of a stack once."""
-        now, finals, following = [], [], []
-        pairs = zip(leaves(self._stacks), leaves(observations), leaves(final), strict=True)
-        for is_stack, leaf, final_leaf in pairs:
-            if is_stack:
-                frames, index, final_index = fold(leaf, final_leaf, ended)
-                leaf, final_leaf = Frames(frames, index), Frames(frames, final_index)
-            now.append(Frames(leaf.frames, leaf.index[:-1]) if is_stack else leaf[:-1])
-            following.append(Frames(leaf.frames, leaf.index[-1]) if is_stack else leaf[-1])
-            finals.append(final_leaf)
-        return {
-            "observations": filled(self._stacks, now),
-            "next_observations": filled(self._stacks, following),
-            "final_observations": filled(self._stacks, finals),
-        }
+
+        def split(is_stack: bool, leaf: Any, final_leaf: Any) -> list[Any]:
+            if not is_stack:
+                return [leaf[:-1], leaf[-1], final_leaf]
+            frames, index, final_index = fold(leaf, final_leaf, ended)
+            return [Frames(frames, each) for each in (index[:-1], index[-1], final_index)]
+
+        parts = map_tree(split, self._stacks, observations, final)
+        names = "observations", "next_observations", "final_observations"
+        return {name: map_tree(lambda leaf: leaf[i], parts) for i, name in enumerate(names)}  # noqa: B023
 
     def close(self) -> None:
         """Close all environments, even if some of them raise."""

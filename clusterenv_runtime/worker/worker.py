@@ -168,7 +168,7 @@ class Worker:
         from ..policy.actor import Actor
 
         if self._actor is None:
-            self._actor = Actor()
+            self._actor = Actor(self._take_in)
         self._actor.load_structure(pickle.loads(pickled))
 
     def _collect(self, seq: int | None, request: messages.Collect) -> Part:
@@ -178,31 +178,26 @@ class Worker:
         if self._next_seeds is not None:
             self._envs.reset(self._next_seeds)
             self._next_seeds = None
-        part = self._act(self._actor, request)
+        part = self._envs.collect(self._actor, request)
         part.waited = waited
         return part
-
-    def _act(self, actor: Actor, request: messages.Collect) -> Part:
-        actor.prepare(request, self._rows)
-        actor.before_step = self._take_in
-        return self._envs.collect(actor, request.num_steps)
 
     def _evaluate(self, request: messages.Evaluate) -> tuple[np.ndarray, ...]:
         """Play episodes with an actor that shares nothing with the one for training."""
         _import_torch()
         from ..policy.actor import Actor
 
-        actor = Actor(request.deterministic)
+        actor = Actor(self._take_in, request.deterministic)
         actor.load(pickle.loads(request.structure), request.weights)
         self._next_seeds = request.seeds
         self._envs.reset([request.seed + row for row in self._rows])
         scores = Scores(request.episodes, request.max_steps)
-        numbers, seed = request.numbers, request.seed
+        numbers, seed = request.numbers, request.seed % 2**62
         for chunk in itertools.count():
             collect = messages.Collect(
                 EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed, rollout=chunk
             )
-            scores.add(self._act(actor, collect))
+            scores.add(self._envs.collect(actor, collect))
             if scores.are_complete:
                 return scores.arrays()
 
@@ -222,16 +217,11 @@ class Worker:
             self._put_off(*message)
         while True:
             self._send(seq, messages.Pull(self._actor.version))
-            self._actor.load_weights(self._wait_for_weights())
+            while not isinstance((message := self._connection.receive())[1], messages.Weights):
+                self._put_off(*message)
+            self._actor.load_weights(message[1])
             if self._actor.version:
                 return
-
-    def _wait_for_weights(self) -> messages.Weights:
-        while True:
-            seq, message = self._connection.receive()
-            if isinstance(message, messages.Weights):
-                return message
-            self._put_off(seq, message)
 
     def _put_off(self, seq: int | None, message: Message) -> None:
         """Keep a message that arrives while another request is being answered."""

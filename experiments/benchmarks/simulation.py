@@ -59,8 +59,7 @@ class Simulation:
             case messages.Collect():
                 if (request.num_steps, worker.version) not in self.canned:
                     self.actor.version = worker.version
-                    self.actor.prepare(request, range(self.envs.num_envs))
-                    part = self.envs.collect(self.actor, request.num_steps)
+                    part = self.envs.collect(self.actor, request)
                     frames = messages.worker_frames(SEQ, part, ())
                     self.canned[request.num_steps, worker.version] = frames
                 self.send_canned(worker, seq, self.canned[request.num_steps, worker.version])

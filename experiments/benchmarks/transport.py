@@ -103,7 +103,7 @@ class Raw:
         self.process.join(5)
         self.process.kill()
         if self.gate is not None:
-            self.gate.close()
+            self.gate.stop()
         self.context.destroy(linger=0)
         self.directory.cleanup()
 
