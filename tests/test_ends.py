@@ -295,6 +295,12 @@ def test_the_limit_of_open_files_is_restored():
         with ClusterEnv([CountingEnv]):
             assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, hard)
+        one, other = ClusterEnv([CountingEnv]), ClusterEnv([CountingEnv])
+        one.close()
+        one.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+        other.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

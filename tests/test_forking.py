@@ -39,6 +39,9 @@ def server_of(pid):
 class TellingEnv(CountingEnv):
     """Describes its worker's process."""
 
+    def rendered_by(self):
+        return sys.modules["renders"].BY
+
     def path_of(self, module):
         return sys.modules[module].__file__
 
@@ -91,6 +94,15 @@ def test_a_module_to_preload_is_found_on_the_current_path(monkeypatch, tmp_path)
             with ClusterEnv([TellingEnv], 1, worker_preload="preloaded_here") as envs:
                 (path,) = envs.call("path_of", "preloaded_here")
         assert path == str(tmp_path / name / "preloaded_here.py")
+
+
+def test_a_preloaded_module_sees_the_variables_of_its_own_cluster_env(monkeypatch, tmp_path):
+    (tmp_path / "renders.py").write_text("import os\nBY = os.environ.get('RENDERS_BY')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for by in ("one", "other"):
+        monkeypatch.setenv("RENDERS_BY", by)
+        with ClusterEnv([TellingEnv], 1, worker_preload="renders") as envs:
+            assert envs.call("rendered_by") == (by,)
 
 
 def test_timeouts_may_be_infinite():

@@ -656,3 +656,13 @@ def test_another_package_may_add_a_launcher(tmp_path, monkeypatch, workers):
         [*TINY, "--launcher", "nonesuch"],
         says,
     )
+
+
+def test_a_launcher_checks_the_workers_that_start():
+    class Checked(LocalLauncher):
+        def check(self, num_workers):
+            self.checked = num_workers
+
+    launcher = Checked()
+    ClusterEnv([CountingEnv] * 2, 8, launcher=launcher).close()
+    assert launcher.checked == 2

@@ -4,9 +4,11 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.messages import Call, Collect, CutOff, Reset, SetAttr, Setup, Structure
 from clusterenv_runtime.policy.sync import SyncRule
 
+from .envs import CountingEnv
 from .simulated import CALL, Simulation
 
 NOTHING = cloudpickle.dumps(None)
@@ -163,3 +165,11 @@ def test_a_state_without_a_number_is_refused(simulation, name):
     del state[name]
     with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: KeyError: "):
         simulation.pool.load_state_dict(state)
+
+
+def test_a_message_that_a_worker_cannot_read_is_logged(tmp_path):
+    with ClusterEnv([CountingEnv], 1, log_dir=tmp_path) as envs:
+        envs._pool._transport.send(envs._pool.workers[0].process.identity, [b"?"])
+        envs.reset()
+        assert len(envs.restarts) == 1
+    assert "malformed message: " in (tmp_path / "worker-0.log").read_text()

@@ -21,7 +21,13 @@ from gymnasium.error import (
     ResetNeeded,
 )
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy, WorkerDiedError
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    EpsilonGreedyPolicy,
+    Interrupted,
+    WorkerDiedError,
+)
 
 from .envs import CountingEnv, FailingEnv, RandomEnv, assert_same
 from .nets import change, linear
@@ -285,6 +291,25 @@ def test_overlap_adds_one_version_of_lag(arguments, lags):
         assert seen == [{lag} for lag in lags]
         assert envs.policy_version == 5
         envs.step(envs.action_space.sample())  # nothing is outstanding
+
+
+def test_an_interrupt_while_the_next_rollout_is_asked_for_loses_no_step(monkeypatch):
+    policy = CategoricalPolicy(linear(1, 2))
+    with ClusterEnv([partial(CountingEnv, length=100)] * 2, 2) as envs:
+        envs.reset(seed=1)
+        ask = envs._grant_ahead
+
+        def interrupted(*asked):
+            ask(*asked)
+            envs.interrupt()
+            envs._pool.wait_until(lambda: False, envs._granted)
+
+        monkeypatch.setattr(envs, "_grant_ahead", interrupted)
+        first = envs.rollout(policy, 5, overlap=True)
+        monkeypatch.undo()
+        with pytest.raises(Interrupted):
+            envs.rollout(policy, 5, overlap=True)
+        assert first.next_observations.ravel().tolist() == [5, 5]
 
 
 def test_overlapped_rollouts_act_on_the_weights_of_their_version_and_are_the_same_in_every_run():

@@ -179,7 +179,8 @@ class SteppedEnv(VectorEnv):
             else:
                 self._responses("call", None)
         except BaseException:
-            pool.attributes = before
+            pool.attributes, self._pending = before, ""
+            pool.forget(self._seqs)
             raise
 
     def render(self) -> tuple[Any, ...]:
