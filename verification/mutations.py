@@ -67,7 +67,7 @@ MUTATIONS = {
         "])\n                raise",
     ),
     "messages after a wrong response are believed": (
-        "head/workers.py",
+        "head/pool.py",
         "worker.process.is_refused = True",
         "pass",
     ),
