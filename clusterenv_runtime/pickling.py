@@ -16,6 +16,7 @@ import functools
 import io
 import pickle
 import re
+from collections import OrderedDict, deque
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -160,7 +161,8 @@ def _instance(kind: Any, is_new: bool, args: Any, state: Any, items: Any, pairs:
 
 
 MAKERS = _array, _dtype, _generator, _space, _instance
-BASIC = Absent, spaces.GraphInstance, complex  # classes that are always allowed
+# Classes that are always allowed.
+BASIC = Absent, spaces.GraphInstance, complex, OrderedDict, deque
 
 
 @functools.cache

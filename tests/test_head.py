@@ -410,14 +410,12 @@ def test_control_characters_in_the_text_about_a_workers_error_are_escaped():
 
 
 @pytest.mark.parametrize("ends", [True, False])
-@pytest.mark.parametrize(
-    ("env", "which"), [(4, "environment 4"), (None, "the policy or an environment")]
-)
+@pytest.mark.parametrize(("env", "which"), [(4, "environment 4 on "), (None, "")])
 def test_the_cause_of_an_error_says_where_it_was_raised(env, ends, which):
     error = raised(an_error(env=env, ends_episodes=ends))
     assert type(error) is ValueError and str(error) == "on purpose"
     assert type(error.__cause__) is EnvError and str(error.__cause__) == (
-        f"{which} on worker 0 (host, pid 1000, environments 0 to 0) raised builtins.ValueError: "
+        f"{which}worker 0 (host, pid 1000, environments 0 to 0) raised builtins.ValueError: "
         "on purpose\n\nTraceback"
     )
 

@@ -328,7 +328,7 @@ class Bag(dict):
 
 ALLOWED = (
     *(Score, Frozen, Key, Slotted, Both, Color, Mask, Level, Point, Stateful, OfText),
-    *(Own, types.SimpleNamespace, collections.Counter, collections.deque, Bag),
+    *(Own, types.SimpleNamespace, collections.Counter, Bag),
 )
 
 
@@ -346,7 +346,6 @@ ALLOWED = (
         {Color.RED: {Key(1)}, Key(2): [Point(1, [Level.LOW])]},
         types.SimpleNamespace(x=1),
         collections.Counter("aab"),
-        collections.deque([1, 2], 5),
         Bag(a=1),
     ],
     ids=lambda value: type(value).__name__,
@@ -359,6 +358,15 @@ def test_an_instance_of_an_allowed_class_arrives_as_it_is(value):
     if type(value) not in (dict, OfText):
         with pytest.raises((NotSendable, ProtocolError)):
             sent(value)
+
+
+@pytest.mark.parametrize(
+    "value", [collections.OrderedDict(a=1, b=[2]), collections.deque([1, 2], 5)], ids=repr
+)
+def test_containers_of_collections_arrive_as_they_are(value):
+    again = sent(value)
+    assert again == value and type(again) is type(value)
+    assert getattr(again, "maxlen", None) == getattr(value, "maxlen", None)
 
 
 def test_state_of_allowed_classes_is_set_as_pickle_sets_it():
@@ -384,7 +392,6 @@ class Unlisted(Own):
         threading.Lock(),
         ValueError("x"),
         collections.Counter("a"),
-        collections.deque([1]),
         np.str_(""),
         np.ma.masked_array([1], [True]),
         np.zeros(1, "i4,f4"),

@@ -10,6 +10,7 @@ import os
 import random
 import threading
 import warnings
+from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
 
@@ -498,6 +499,40 @@ def test_each_worker_has_a_contiguous_share_of_the_rows():
         assert envs.get_attr("length") == (10, 11, 12, 13, 14)
         a, b, c = dict.fromkeys(envs.call("pid"))
         assert envs.call("pid") == (a, a, b, b, c)
+
+
+class OddInfos(RandomEnv):
+    """Has infos whose types differ among the rows, and observations of a class of `collections`."""
+
+    def __init__(self, row):
+        super().__init__(spaces.Dict({"x": spaces.Box(-1, 1, (2,))}))
+        self.row = row
+
+    def odd(self, observation):
+        names = {} if self.row == 1 else {"names": np.array(["x", None], object)}
+        some = [0.5, 0, 0.7, True, None, "text", np.float32(0.1), np.ones(2)]
+        return OrderedDict(observation), names | {
+            "score": some[self.row % 4],
+            "any": some[4 + self.row % 2],
+            "number": some[6] if self.row else 3,
+        }
+
+    def reset(self, **kwargs):
+        return self.odd(super().reset(**kwargs)[0])
+
+    def step(self, action):
+        observation, *rest, _ = super().step(action)
+        observation, infos = self.odd(observation)
+        return observation, *rest, infos
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("first", range(4))
+def test_infos_of_other_types_in_other_rows_are_merged_as_by_gymnasium(mode, first):
+    rows = [(first + number) % 4 for number in range(4)]
+    envs, sync = both([partial(OddInfos, row) for row in rows], 3, autoreset_mode=mode)
+    with envs:
+        assert_equal_run(envs, sync)
 
 
 def test_infos_that_cannot_be_sent_are_left_out_with_one_warning_for_each_key():

@@ -186,8 +186,9 @@ class Pool(Recovery):
         if not self.errors:
             return
         (*others, (text, error)), self.errors = self.errors, []
-        for other, _ in others:
-            logger.error("%s", other)
+        for other, its_error in others:
+            if (its_error.kind, its_error.text) != (error.kind, error.text):
+                logger.error("%s", other)
         cause = EnvError(text)
         exception = None
         if error.exception is not None:
@@ -197,11 +198,9 @@ class Pool(Recovery):
         raise exception from cause
 
     def _describe_error(self, worker: Worker, error: messages.Error) -> str:
-        where = "the policy or an environment" if error.env is None else f"environment {error.env}"
+        where = "" if error.env is None else f"environment {error.env} on "
         text, trace = (printable(each, len(each), "\t\n") for each in (error.text, error.traceback))
-        return (
-            f"{where} on {self.describe(worker)} raised {printable(error.kind)}: {text}\n\n{trace}"
-        )
+        return f"{where}{self.describe(worker)} raised {printable(error.kind)}: {text}\n\n{trace}"
 
     # Waiting.
     def _wait(self, done: Callable[[], Any], timeout: float | None = None) -> None:

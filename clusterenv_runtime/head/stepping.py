@@ -258,9 +258,19 @@ class SteppedEnv(VectorEnv):
                 ended = request.worker.ended & (self._mask is not None and ~self._mask[rows])
             self._pool.note_seen(request, observations, ended)
         parts, *arrays = zip(*(request.response["arrays"] for request in requests), strict=True)
-        infos = [request.response["infos"] for request in requests]
-        sizes = [worker.num_envs for worker in self._pool.workers]
-        return self._join(parts), *map(np.concatenate, arrays), merge_infos(infos, sizes)
+        return self._join(parts), *map(np.concatenate, arrays), self._infos(requests)
+
+    def _infos(self, requests: Sequence[Any]) -> dict[str, Any]:
+        """Return the infos of all rows, as one vector environment of these rows would."""
+        infos: dict[str, Any] = {}
+        for request in requests:
+            of_worker, rows = request.response["infos"], request.worker.rows
+            if any(isinstance(key, str) for key in of_worker):  # of the user's vector environment
+                parts = [each.response["infos"] for each in requests]
+                return merge_infos(parts, [each.worker.num_envs for each in requests])
+            for row, info in of_worker.items():
+                infos = self._add_info(infos, info, rows.start + row)
+        return infos
 
     def _join(self, parts: Sequence[Any]) -> Any:
         """Join the workers' observations. Without ``copy``, all calls return the same arrays."""

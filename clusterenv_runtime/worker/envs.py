@@ -88,13 +88,14 @@ class WorkerEnvs:
                 self._mode = _mode_of(self._envs, len(rows))
                 if type(self._envs) is SyncVectorEnv:  # as if the user had given a list
                     pairs = zip(self._envs.envs, rows, strict=True)
-                    self._rows = self._envs.envs = [Row(*pair) for pair in pairs]
+                    self._rows = [Row(*pair) for pair in pairs]
             else:
+                self._mode = autoreset_mode
                 for make, number in zip(env_fns, rows, strict=True):
                     self._rows.append(Row(build(make, number), number))
+            if self._rows:
                 builders = [lambda row=row: row for row in self._rows]
-                self._envs = SyncVectorEnv(builders, copy=False, autoreset_mode=autoreset_mode)
-                self._mode = autoreset_mode
+                self._envs = RowEnvs(builders, copy=False, autoreset_mode=self._mode)
             self._space = self._envs.single_observation_space
             self._stacks = _stacks(self._space, frame_stack)
         except BaseException:
@@ -338,6 +339,25 @@ class WorkerEnvs:
                 stack.callback(row.close)
             if not self._rows and hasattr(self, "_envs"):
                 self._envs.close()
+
+
+class RowEnvs(SyncVectorEnv):
+    """Returns the infos of each row by its number, for the head to merge.
+
+    The first row of all workers that has an info determines its dtype.
+    """
+
+    def _add_info(
+        self, vector_infos: dict[Any, Any], env_info: dict[str, Any], env_num: int
+    ) -> dict[Any, Any]:
+        return vector_infos | {env_num: vector_infos.get(env_num, {}) | _copied(env_info)}
+
+
+def _copied(info: Any) -> Any:
+    """Return an info with copies of its arrays, which the environment may use again."""
+    if type(info) is dict:
+        return {key: _copied(value) for key, value in info.items()}
+    return info.copy() if isinstance(info, np.ndarray) else info
 
 
 class Infos:
