@@ -350,7 +350,9 @@ class RowEnvs(SyncVectorEnv):
     def _add_info(
         self, vector_infos: dict[Any, Any], env_info: dict[str, Any], env_num: int
     ) -> dict[Any, Any]:
-        return vector_infos | {env_num: vector_infos.get(env_num, {}) | _copied(env_info)}
+        if env_info:
+            vector_infos.setdefault(env_num, {}).update(_copied(env_info))
+        return vector_infos
 
 
 def _copied(info: Any) -> Any:
