@@ -19,7 +19,8 @@ from clusterenv_runtime.script.estimates import interval, iqm
 from experiments.figures import claims, collect, plot, slow_network, tasks
 from experiments.figures.claims import difference
 from experiments.figures.network import Delay, Network
-from experiments.sweeps.attempts import directory_of, here
+from experiments.machine import here
+from experiments.sweeps.attempts import directory_of
 from experiments.sweeps.configurations import configurations, load
 
 from .machine import do_without, refusal_of_namespaces

@@ -6,12 +6,11 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import signal
 import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from experiments.machine import here
 
 from .configurations import fill_macros, nest
 
@@ -70,30 +69,6 @@ def open_log(attempt):
     except OSError:
         pass  # a file system without locks
     return log
-
-
-def here():
-    """Return what a result depends on besides its parameters: versions, and the kind of machine.
-
-    Nothing in it identifies the machine's owner.
-    """
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "gymnasium", "pyzmq", "envpool"):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    with contextlib.suppress(OSError):  # git is not installed
-        command = [
-            "git",
-            "-C",
-            str(Path(__file__).parent),
-            "describe",
-            "--always",
-            "--dirty",
-            "--exclude=*",
-        ]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        versions |= {"commit": commit} if commit else {}
-    return {"versions": versions, "machine": f"{processor()}, {os.cpu_count()} cores"}
 
 
 def last_words(log):
@@ -183,11 +158,3 @@ class Attempt:
         result = {"parameters": nest(self.flat), "summary": summary, "attempt": self.path.name}
         text = json.dumps({**result, **here()}, indent=2, default=str)
         return replace(self.directory / "result.json", lambda path: path.write_text(text))
-
-
-def processor() -> str:
-    """Return the processor's model, or its architecture where Linux does not report a model."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()
