@@ -21,7 +21,7 @@ from pathlib import Path
 
 import tyro
 
-from experiments.sweeps.attempts import here
+from experiments.machine import here
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "experiments/benchmarks/results"

@@ -20,7 +20,7 @@ import tyro
 
 from experiments.benchmarks.scripts import ROOT, train
 from experiments.figures.collect import number
-from experiments.sweeps.attempts import here
+from experiments.machine import here
 
 COMPARED = "global_step", "pulls_per_worker", "sync_bytes", "mean_return_100", "eval_return_mean"
 

@@ -27,7 +27,7 @@ import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.figures.network import Delay, Network, why_no_namespaces
-from experiments.sweeps.attempts import here
+from experiments.machine import here
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 512  # 1 MB of weights
