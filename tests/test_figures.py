@@ -20,8 +20,7 @@ from experiments.figures import claims, collect, plot, slow_network, tasks
 from experiments.figures.claims import difference
 from experiments.figures.network import Delay, Network
 from experiments.machine import here
-from experiments.sweeps.attempts import directory_of
-from experiments.sweeps.configurations import configurations, load
+from experiments.sweeps.sweep import load
 
 from .machine import do_without, refusal_of_namespaces
 from .scripts import ROOT
@@ -31,12 +30,11 @@ pytestmark = pytest.mark.long
 STEPS = 1000  # steps of each run, logged every 10 steps: twice for each point of a curve
 
 
-def write_run(directory, flat):
+def write_run(directory, parameters):
     """Write the files of a finished run. Its return rises to 10 times its seed, and it pulls in
     each step.
     """
-    parameters = {name: value for (name,), value in flat.items()}
-    logs = directory / "attempt-1" / "runs" / "one"
+    logs = directory / "runs" / "one"
     writer = SummaryWriter(str(logs))
     for step in range(10, STEPS + 1, 10):
         if step > 300:  # until then, no episode has ended
@@ -68,7 +66,7 @@ def write_run(directory, flat):
         "updates": 100,
     }
     summary = {**measured, "worker_restarts": [], "args": {**args, "total_timesteps": STEPS}}
-    result = {"parameters": parameters, "attempt": "attempt-1", "summary": summary, **here()}
+    result = {"parameters": parameters, "run": "runs/one", "summary": summary, **here()}
     (directory / "result.json").write_text(json.dumps(result))
 
 
@@ -106,15 +104,11 @@ def paths(tmp_path, monkeypatch):
                 {"program": "ppo_clusterenv.py", "method": "grid", "parameters": parameters}
             )
         )
-        setup = load(file)
-        for flat in configurations(setup, 1):
-            if flat != {
-                ("sync_mode",): "kl",
-                ("kl_threshold",): 0.5,
-                ("decoupled",): True,
-                ("seed",): 3,
-            }:
-                write_run(directory_of(setup, flat, paths["--runs"] / name), flat)
+        sweep = load(file)
+        unfinished = {"sync_mode": "kl", "kl_threshold": 0.5, "decoupled": True, "seed": 3}
+        for each in sweep.grid():
+            if each != unfinished:
+                write_run(paths["--runs"] / name / sweep.name_of(each), each)
 
     def call(module, **options):
         words = [str(word) for pair in {**paths, **options}.items() for word in pair]
@@ -313,19 +307,17 @@ def test_the_plan_runs_nothing_twice_and_compares_settings_that_differ_in_their_
     seen, seeds, always, others = set(), {}, {}, {}
     recipes = Path("experiments", "figures", "recipes")
     for path in recipes.glob("main/*.yaml"):
-        setup = load(path)
-        for flat in configurations(setup, 1):
-            key = json.dumps(
-                [setup["program"], sorted((name, str(value)) for (name,), value in flat.items())]
-            )
+        sweep = load(path)
+        for each in sweep.grid():
+            key = json.dumps([sweep.program, sorted((k, str(value)) for k, value in each.items())])
             assert key not in seen, path
             seen.add(key)
-            task = setup["program"], flat["env_id",]
-            other = {name: value for (name,), value in flat.items() if name not in collect.SETTINGS}
+            task = sweep.program, each["env_id"]
+            other = {key: each[key] for key in each if key not in collect.SETTINGS}
             assert other == others.setdefault(task, other), path
-            seeds.setdefault(task, set()).add(flat["seed",])
-            if flat.get(("sync_interval",)) == 1:
-                always.setdefault(task, []).append(flat["seed",])
+            seeds.setdefault(task, set()).add(each["seed"])
+            if each.get("sync_interval") == 1:
+                always.setdefault(task, []).append(each["seed"])
     assert seeds
     for task in seeds:
         assert sorted(always[task]) == sorted(seeds[task]) == list(range(1, 11))

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.sweeps.metrics import TAGS
-
 from . import wandb_server
 from .scripts import ROOT, environment
 
@@ -22,6 +20,14 @@ TINY = {
     "num_steps": 16,
     "num_minibatches": 2,
     "eval_episodes": 2,
+}
+# The numbers in the summaries of all scripts, and their tags in TensorBoard.
+TAGS = {
+    "eval_return_mean": "eval/return_mean",
+    "mean_return_100": "charts/mean_return_100",
+    "pulls_per_worker": "sync/pulls_per_worker",
+    "sync_bytes": "sync/bytes",
+    "sps": "charts/SPS",
 }
 
 
@@ -69,4 +75,14 @@ def test_an_agent_runs_the_script_and_its_flags_arrive(tmp_path):
     assert json.loads(summary.read_text())["args"].items() >= {**flags, "track": True}.items()
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     logged = log.read_bytes()  # W&B knows each metric by both of its names
-    assert all(name.encode() in logged for pair in TAGS.items() for name in pair if name)
+    assert all(name.encode() in logged for pair in TAGS.items() for name in pair)
+
+
+@pytest.mark.parametrize("arguments", [[], ["experiments/sweeps/sweep.yaml"]])
+def test_a_job_of_wandbs_agent_needs_a_sweep_and_not_a_file(arguments):
+    command = ["bash", "slurm/sweep.sbatch", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: expected one argument, the sweep: sbatch --array=1-9 slurm/")
+    assert line.endswith("ENTITY/PROJECT/SWEEP_ID; wandb sweep FILE prints the last")

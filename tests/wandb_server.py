@@ -1,5 +1,6 @@
 """A stand-in for the W&B server on loopback, with what `wandb sweep` and `wandb agent` need."""
 
+import itertools
 import json
 import re
 import threading
@@ -7,8 +8,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import yaml
-
-from experiments.sweeps.configurations import configurations, flatten, nest
 
 SWEEP = "me/clusterenv/standin1"
 
@@ -87,10 +86,8 @@ class Handler(BaseHTTPRequestHandler):
         commands = []
         if not json.loads(runState):  # this agent is idle: give it the next configuration
             server, commands = self.server, [{"type": "exit"}]
-            if server.given < len(
-                flats := configurations({**server.config, "flat": server.flat()}, 1)
-            ):
-                args = {name: {"value": value} for name, value in nest(flats[server.given]).items()}
+            if server.given < len(grid := server.grid()):
+                args = {name: {"value": value} for name, value in grid[server.given].items()}
                 program = server.config["program"]
                 commands = [
                     {
@@ -126,8 +123,10 @@ class Server(ThreadingHTTPServer):
             threading.Lock(),
         )
 
-    def flat(self):
-        return flatten(self.config["parameters"])
+    def grid(self):
+        parameters = self.config["parameters"]
+        values = [keys.get("values") or [keys["value"]] for keys in parameters.values()]
+        return [dict(zip(parameters, row, strict=True)) for row in itertools.product(*values)]
 
     def environment(self, home):
         """Return the variables that make W&B's client talk to this server, and to it alone."""

@@ -13,7 +13,6 @@ disk keeps its rows. A run that no sweep file has any more loses them.
 
 import argparse
 import csv
-import io
 import shlex
 from pathlib import Path
 
@@ -21,9 +20,8 @@ import numpy as np
 
 from clusterenv_runtime.script.curve import on_grid
 from clusterenv_runtime.script.logged import LoggedRun
-from experiments.sweeps.attempts import directory_of, replace, result_of
-from experiments.sweeps.checks import check
-from experiments.sweeps.configurations import configurations, fill_macros, load, nest
+from experiments.sweeps.process import result_of, write_table
+from experiments.sweeps.sweep import check, load
 
 POINTS = 50  # points per curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
@@ -51,15 +49,6 @@ def number(value):
     return f"{value:.7g}" if isinstance(value, float) else value
 
 
-def command_of(setup, flat):
-    """Return a configuration's command as one would type it in the repository's root."""
-    macros = fill_macros(setup, nest(flat))
-    macros |= {"${env}": [], "${interpreter}": ["python"], "${program}": [setup["program"]]}
-    return shlex.join(
-        part for word in map(str, setup["command"]) for part in macros.get(word, [word])
-    )
-
-
 def curves(logs, total_steps):
     """Return the curves of TensorBoard logs, {name: POINTS values}, on a grid of environment steps.
 
@@ -79,22 +68,18 @@ def curves(logs, total_steps):
     return table
 
 
-def read_run(name, setup, flat, directory):
+def read_run(name, sweep, configuration, directory):
     """Return a finished run's row and its curves, or None if the run is not on disk."""
     result = result_of(directory)
-    logs = (
-        sorted((directory / result["attempt"]).glob("runs/*/events.out.tfevents.*"))
-        if result
-        else []
-    )
-    if not logs:
+    logs = directory / result.get("run", "")
+    if not list(logs.glob("events.out.tfevents.*")):
         return None
     summary = result["summary"]
     args = summary["args"]
     row = {
         "run": directory.name,
         "experiment": name,
-        "program": setup["program"],
+        "program": sweep.program,
         "env_id": args["env_id"],
     }
     row |= {key: args.get(key, "") for key in SETTINGS}
@@ -105,9 +90,11 @@ def read_run(name, setup, flat, directory):
         "worker_restarts": len(summary["worker_restarts"]),
         "resumed": args["resume"] is not None,
     }
-    row |= {"command": command_of(setup, flat), "machine": result["machine"]}
+    # As one would type it in the repository's root.
+    row["command"] = shlex.join(sweep.words(configuration, "python", sweep.program))
+    row["machine"] = result["machine"]
     row["software"] = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return row, curves(logs[0].parent, args["total_timesteps"])
+    return row, curves(logs, args["total_timesteps"])
 
 
 def read_table(path):
@@ -118,14 +105,6 @@ def read_table(path):
             for row in csv.DictReader(file):
                 rows.setdefault(row["run"], []).append(row)
     return rows
-
-
-def write_table(path, rows):
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    replace(path, lambda temporary: temporary.write_text(text.getvalue()))
 
 
 def main():
@@ -155,11 +134,11 @@ def main():
     old_runs, old_curves = map(read_table, paths)
     runs, points, planned = [], [], set()
     for path in sorted(args.sweeps.glob("*.yaml")):
-        setup = load(path)
-        for flat in configurations(setup, seed=1):
-            directory = directory_of(setup, flat, args.runs / path.stem)
+        sweep = load(path)
+        for configuration in sweep.grid():
+            directory = args.runs / path.stem / sweep.name_of(configuration)
             planned.add(directory.name)
-            if found := read_run(path.stem, setup, flat, directory):
+            if found := read_run(path.stem, sweep, configuration, directory):
                 row, table = found
                 runs.append(row)
                 columns = zip(*table.values(), strict=True)

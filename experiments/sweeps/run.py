@@ -1,145 +1,156 @@
 """Run a Weights & Biases sweep file without Weights & Biases: here, or as an array of Slurm jobs.
 
-    python experiments/sweeps/run.py FILE  # all configurations, then the results
+    python experiments/sweeps/run.py FILE  # all configurations
     python experiments/sweeps/run.py FILE --jobs 4  # four at once
-    python experiments/sweeps/run.py FILE --index 3  # only this one, as a task of a job array
-    python experiments/sweeps/run.py FILE --count  # the number, for sbatch --array=0-...
-    python experiments/sweeps/run.py FILE --list  # the configurations, and which have finished
-    python experiments/sweeps/run.py FILE --results  # results.csv and .png of the finished runs
+    python experiments/sweeps/run.py FILE --one  # only the next, as a task of a job array
+    python experiments/sweeps/run.py FILE --count  # how many are left, for sbatch --array
 
-A configuration's directory is named after its content, so it is found again when the grid grows.
-Once it holds `result.json`, the configuration has finished and is skipped. Every attempt to run it
-has a subdirectory with its log. The next attempt resumes the last one that has a checkpoint.
-On Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, this script stops its runs, and exits with 75 if there is a
-checkpoint to resume from, otherwise with 143. It exits with 1 if some runs have failed.
+OUTPUT has an Optuna study, study.db; the table of the finished runs, results.csv; and a directory
+for each configuration, named after its content. Start the same command again to go on, or several
+times at once to share the work: finished configurations are skipped, failed ones are tried again,
+and interrupted ones go on from their last checkpoint. On Ctrl-C or SIGTERM, the runs save and end,
+and this script exits with 75 if there is a checkpoint to resume from, otherwise with 143. It exits
+with 1 if some of its runs have failed.
 """
 
-import argparse
+import os
+import signal
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import tyro
 
 if not __package__:  # run by its path, perhaps from another directory
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from experiments.sweeps.attempts import directory_of, first_of, result_of
-from experiments.sweeps.capacity import jobs_for
-from experiments.sweeps.checks import check
-from experiments.sweeps.configurations import Listed, label, load
-from experiments.sweeps.execution import Execution, Interrupted, Signals
-from experiments.sweeps.metrics import value_of
-from experiments.sweeps.progress import Progress
-from experiments.sweeps.results import collect
+from experiments.sweeps.process import Process, checkpoints, is_running, result_of
+from experiments.sweeps.study import Study
+from experiments.sweeps.sweep import Sweep, check, load
+
+JOBS = max(len(os.sched_getaffinity(0)) // 3, 1)  # a run has a head and, by default, two workers
+LOOK_S = 0.2  # seconds between two looks at the runs
+# The exit status after a signal, with checkpoints (EX_TEMPFAIL) and without (128 + SIGTERM)
+SAVED, STOPPED = 75, 143
 
 
-def parse():
-    parser = argparse.ArgumentParser(
-        description="Run a W&B sweep file without W&B; without --index, all of it."
-    )
-    parser.error = lambda message: check(False, f"{message}; see --help")
-    parser.add_argument("file", help="the sweep, in YAML")
-    parser.add_argument(
-        "--output", type=Path, help="where runs and results go; default runs/{name of the file}"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=1, help="seed of the methods random and bayes; default 1"
-    )
-    parser.add_argument(
-        "--jobs", type=int, help="runs at once; by default as many as cores and memory carry"
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--index", type=int, help="run this configuration only, counted from 0")
-    what.add_argument("--count", action="store_true", help="print the number of configurations")
-    what.add_argument(
-        "--list", action="store_true", help="print all configurations, and which have finished"
-    )
-    what.add_argument(
-        "--results",
-        action="store_true",
-        help="write a table and a plot of the finished runs to --output",
-    )
-    args = parser.parse_args()
-    check(args.seed >= 0, f"--seed must be at least 0, got {args.seed}")
-    check(args.jobs is None or args.jobs > 0, f"--jobs must be at least 1, got {args.jobs}")
-    runs_all = args.index is None and not (args.count or args.list or args.results)
-    check(args.jobs is None or runs_all, "--jobs is for all configurations: give it alone")
-    args.output = args.output or Path("runs", Path(args.file).stem)
-    return args
+class Runner:
+    """Runs configurations, several at once."""
+
+    def __init__(self, sweep: Sweep, study: Study, jobs: int) -> None:
+        self._sweep = sweep
+        self._study = study
+        self._jobs = jobs
+        self._running: dict[int, Process] = {}  # by the trial's number
+        self._failed = 0
+        self._signals: list[int] = []
+        self._has_saved = False  # whether an interrupted run has a checkpoint
+        self._has_news = True
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, lambda number, _: self._signals.append(number))
+
+    def run(self, is_one: bool) -> int:
+        """Run the next configuration, or all that are left. Return the exit status."""
+        try:
+            while not self._signals:
+                with self._study.alone():
+                    self._conclude()
+                    while len(self._running) < self._jobs and (taken := self._study.take()):
+                        self._begin(*taken)
+                        if is_one and self._running:
+                            self._jobs = 0
+                    self._tell()
+                    if not self._running and (is_one or not self._study.is_busy()):
+                        break
+                time.sleep(LOOK_S)
+        finally:
+            self._stop()
+        if self._signals:
+            return SAVED if self._has_saved else STOPPED
+        return min(self._failed, 1)
+
+    def _begin(self, number: int, configuration: dict[str, Any], directory: Path) -> None:
+        """Start a trial's process, unless another trial has run or runs its configuration."""
+        if result_of(directory) or is_running(directory):
+            self._study.finish(number, directory)
+            self._has_news = True
+        else:
+            self._running[number] = Process(self._sweep, configuration, directory)
+            print(f"{directory}: {self._sweep.label(configuration)}", flush=True)
+
+    def _conclude(self) -> None:
+        """Note how runs have ended."""
+        ended = [number for number, each in self._running.items() if each.poll() is not None]
+        for number in ended:
+            process = self._running.pop(number)
+            process.end()
+            if process.returncode and self._signals:  # it was told to stop
+                self._has_saved |= bool(checkpoints(process.directory))
+                continue
+            if failure := process.conclude():
+                self._failed += 1
+                text = f"error: {self._sweep.label(process.configuration)} {failure}"
+                print(f"{text}; see {process.directory}/log.txt", file=sys.stderr)
+            self._study.finish(number, process.directory)
+            self._has_news = True
+
+    def _tell(self) -> None:
+        """Write the table and print the progress, if there is any."""
+        if self._has_news:
+            print(f"{self._study.write_results()}; {self._failed} failed", flush=True)
+        self._has_news = False
+
+    def _stop(self) -> None:
+        """Have all runs save and end, or kill them after a second Ctrl-C."""
+        running = self._running.values()
+        for process in running:
+            process.terminate()
+        if running:
+            self._signals.append(signal.SIGTERM)  # if the reason is an error
+            text = f"stopping {len(running)} runs, which may save; a second Ctrl-C ends them now"
+            print(text, file=sys.stderr)
+        while any(process.poll() is None for process in running):
+            time.sleep(LOOK_S)
+            if self._signals.count(signal.SIGINT) > 1:
+                for process in running:
+                    process.end()
+        with self._study.alone():
+            self._conclude()
+            self._tell()
 
 
-def plan_of(sweep, args):
-    if sweep["method"] != "bayes":
-        return Listed(sweep, args.seed)
-    from experiments.sweeps.search import Search  # here, because it needs Optuna
+@dataclass
+class Args:
+    """Run a W&B sweep file without W&B.
 
-    return Search(sweep, args.seed, args.output)
+    Attributes:
+        file: the sweep, in YAML
+        output: where everything goes; by default runs/{name of the file}
+        jobs: runs at once; by default one for each three cores
+        one: run only the next configuration
+        count: only print how many configurations have not finished
+    """
 
-
-def show(sweep, plan, output):
-    """Print the configurations."""
-    known = plan.known()
-    for index, flat in known.items():
-        directory = directory_of(sweep, flat, output)
-        state = "open" if result_of(directory) is None else "finished"
-        print(index, state, directory, label(sweep, flat))
-    if plan.number > len(known):
-        print(f"{plan.number - len(known)} more are drawn when they are about to run")
-
-
-def run(sweep, plan, args, signals):
-    """Run the configurations that have not finished. Return how many have failed."""
-    known = plan.known()
-    first = first_of(sweep, known, args.output)
-    results = {directory: result_of(directory) for directory in first}
-    finished = {each: result for each, result in results.items() if result is not None}
-    values = {each: value_of(sweep, each, result) for each, result in finished.items()}
-    indices = range(plan.number) if args.index is None else [args.index]
-    over = {first[directory] for directory in finished}
-    waiting = [index for index in indices if index not in over]
-    jobs, why = args.jobs or 1, "as --jobs says"
-    if args.jobs is None and args.index is None:
-        jobs, why = jobs_for(sweep, len(waiting))
-    progress = Progress(sweep, plan.number - len(known) + len(first), jobs)
-    for directory, value in values.items():
-        progress.add(directory, known[first[directory]], value)
-    if args.index is None:
-        texts = [f"{progress.total} configurations"]
-        if finished:
-            texts.append(f"{len(finished)} of them have finished before")
-        if waiting:
-            texts.append(f"{jobs} at once: {why}")
-        print("; ".join(texts), flush=True)
-    elif not waiting:
-        print(f"configuration {args.index} has finished: {label(sweep, known[args.index])}")
-    with progress:
-        return Execution(sweep, plan, args.output, jobs, progress, signals).run(waiting)
+    file: tyro.conf.Positional[Path]
+    output: Path | None = None
+    jobs: int = JOBS
+    one: bool = False
+    count: bool = False
 
 
-def main(signals):
-    args = parse()
+def main() -> None:
+    args = tyro.cli(Args)
     sweep = load(args.file)
-    plan = plan_of(sweep, args)
+    study = Study(sweep, args.output or Path("runs", args.file.stem))
     if args.count:
-        return print(plan.number)
-    if args.list:
-        return show(sweep, plan, args.output)
-    if args.results:
-        return collect(sweep, plan, args.output)
-    if args.index is not None:
-        check(
-            0 <= args.index < plan.number,
-            f"--index must be from 0 to {plan.number - 1}, got {args.index}",
-        )
-    failures = run(sweep, plan, args, signals)
-    if args.index is None and failures < plan.number:
-        collect(sweep, plan, args.output)
-    return sys.exit(1 if failures else 0)
+        return print(study.left())
+    sys.exit(Runner(sweep, study, jobs=1 if args.one else args.jobs).run(is_one=args.one))
 
 
 if __name__ == "__main__":
     try:
-        main(Signals())
-    except Interrupted as interruption:
-        print(f"error: {interruption}", file=sys.stderr)
-        sys.exit(interruption.status)
+        main()
     except OSError as error:
-        check(False, error)
+        check(False, str(error))

@@ -23,7 +23,8 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
     recipes, results = figures / "recipes", figures / "results" / "main"
     for folder in (recipes / "main", recipes / "few", results):
         folder.mkdir(parents=True)
-    (tmp_path / "experiments" / "sweeps").symlink_to(ROOT / "experiments" / "sweeps")
+    for name in ("sweeps", "machine.py"):
+        (tmp_path / "experiments" / name).symlink_to(ROOT / "experiments" / name)
     for path in (ROOT / "experiments" / "figures").glob("*.py"):
         shutil.copy(path, figures)
     command = ["${interpreter}", "${program}", *TINY, "--total-timesteps", "128", "${args}"]

@@ -42,9 +42,7 @@ def submit(slurm, tmp_path):
 
 
 @pytest.mark.long
-def test_the_file_submitted_without_an_array_submits_the_array_and_the_collection_once(
-    slurm, submit, tmp_path
-):
+def test_the_file_submitted_without_an_array_submits_the_array(slurm, submit, tmp_path):
     (tmp_path / "logs").mkdir()
     options = [
         "--cpus-per-task=2",
@@ -55,47 +53,32 @@ def test_the_file_submitted_without_an_array_submits_the_array_and_the_collectio
     ]
     first = submit(PROGRAM, *options, file="mine.sbatch")  # it does not export the environment
     slurm.wait(first)
-    array, count, results = re.findall(r"\d+", (tmp_path / "logs" / f"mine-{first}").read_text())
+    array, count = re.findall(r"\d+", (tmp_path / "logs" / f"mine-{first}").read_text())
     assert count == "2"
-    (collection,) = slurm.jobs(results)
-    assert (
-        collection["Dependency"].startswith(f"afterany:{array}")
-        or collection["JobState"] != "PENDING"
-    )
     tasks = slurm.wait(array)
-    assert sorted(task["ArrayTaskId"] for task in tasks) == ["0", "1"]
-    for job in (collection, *tasks):
+    assert sorted(task["ArrayTaskId"] for task in tasks) == ["1", "2"]
+    for job in tasks:
         assert (job["CPUs/Task"], job["Partition"], job["TimeLimit"]) == ("2", "urgent", "00:07:00")
         assert job["MinMemoryNode"] == "100M"
-    slurm.wait(results)
     with open(tmp_path / "out" / "results.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["index"], row["x"], row["eval_return_mean"]) for row in rows] == [
-        ("0", "3", "30.0"),
-        ("1", "5", "50.0"),
-    ]
-    assert (tmp_path / "out" / "results.png").exists()
+        rows = sorted((row["x"], row["eval_return_mean"]) for row in csv.DictReader(file))
+    assert rows == [("3", "30.0"), ("5", "50.0")]
     # One log for each job.
-    logs = [
-        f"mine-{first}",
-        f"mine-{array}_0",
-        f"mine-{array}_1",
-        f"mine-{results}",
-    ]
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(logs)
-    assert slurm.run("scontrol", "-o", "show", "job").stdout.count(f" WorkDir={tmp_path} ") == 4
-    again = submit(PROGRAM, "--array=0-1", "--output=again-%a")  # no task is left to run
+    logs = {f"mine-{first}", f"mine-{array}_1", f"mine-{array}_2"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == logs
+    assert slurm.run("scontrol", "-o", "show", "job").stdout.count(f" WorkDir={tmp_path} ") == 3
+    again = submit(PROGRAM, "--array=1-2", "--output=again-%a")  # no task is left to run
     slurm.wait(again)
-    assert all("has finished" in (tmp_path / f"again-{index}").read_text() for index in (0, 1))
-    assert len(list((tmp_path / "out").glob("*/attempt-*"))) == 2
+    assert all("2 of 2 done" in (tmp_path / f"again-{index}").read_text() for index in (1, 2))
+    assert {log.read_text().count("x is") for log in (tmp_path / "out").glob("*/log.txt")} == {1}
 
 
 @pytest.mark.long
 def test_only_the_warned_task_is_requeued_and_continues(slurm, submit, tmp_path):
-    array = submit(STOPS, "--array=0-1", "--output=%a")
+    array = submit(STOPS, "--array=1-2", "--output=%a")
 
     def saved():
-        return [log for log in (tmp_path / "out").glob("*/*/log.txt") if "saved" in log.read_text()]
+        return [log for log in (tmp_path / "out").glob("*/log.txt") if "saved" in log.read_text()]
 
     lab.wait_for("both to save", PATIENCE, lambda: len(saved()) == 2)
     # The warned task is the one that shares the array's id.
@@ -105,10 +88,10 @@ def test_only_the_warned_task_is_requeued_and_continues(slurm, submit, tmp_path)
         "it to end", PATIENCE, lambda: slurm.jobs(f"{array}_{warned}")[0]["JobState"] == "COMPLETED"
     )
     restarts = {task["ArrayTaskId"]: task["Restarts"] for task in slurm.jobs(array)}
-    assert restarts == {warned: "1", str(1 - int(warned)): "0"}
+    assert restarts == {warned: "1", str(3 - int(warned)): "0"}
     assert "requeued; it will go on from its last checkpoint" in (tmp_path / warned).read_text()
     (result,) = (tmp_path / "out").glob("*/result.json")
-    assert len(list(result.parent.glob("attempt-*"))) == 1
+    assert (result.parent / "log.txt").read_text() == "saved\n"  # it did not begin again
     slurm.run("scancel", array)
 
 
