@@ -110,8 +110,8 @@ class Sweep(msgspec.Struct, forbid_unknown_fields=True):
         return [part for word in self.command for part in macros.get(word, [word])]
 
     def label(self, configuration: dict[str, Any]) -> str:
-        """Return the varied parameters in one line, with six digits of each number."""
-        values = [(name, configuration[name]) for name in self.varied]
+        """Return the parameters that vary, if any, in one line, with six digits of a number."""
+        values = [(name, configuration[name]) for name in self.varied or self.parameters]
         return " ".join(f"{n}={v:.6g}" if isinstance(v, float) else f"{n}={v}" for n, v in values)
 
 
