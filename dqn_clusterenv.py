@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     Counters,
     CudaGraph,
     ReplayBuffer,
@@ -33,7 +33,7 @@ from clusterenv_runtime.script import (
     replay_device,
     seeded_device,
 )
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

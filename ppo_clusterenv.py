@@ -16,7 +16,7 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Rollout
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     CudaGraph,
     Run,
     ScriptArgs,
@@ -33,7 +33,7 @@ from clusterenv_runtime.script import (
     seeded_device,
     stream,
 )
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

@@ -6,8 +6,8 @@ import importlib
 from collections import Counter
 from collections.abc import Iterable
 
-from clusterenv_runtime.script.arguments import groups_of, spell
-from clusterenv_runtime.script.flags import text_of
+from clusterenv_utils.arguments import groups_of, spell
+from clusterenv_utils.flags import text_of
 
 SCRIPTS = {
     "PPO": "ppo_clusterenv",

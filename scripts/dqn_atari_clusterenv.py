@@ -16,7 +16,7 @@ import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
 from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     Counters,
     CudaGraph,
     Run,
@@ -33,8 +33,8 @@ from clusterenv_runtime.script import (
     replay_device,
     seeded_device,
 )
-from clusterenv_runtime.script.frame_replay import ReplayBuffer
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.frame_replay import ReplayBuffer
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

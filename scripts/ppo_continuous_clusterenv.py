@@ -16,7 +16,7 @@ import torch.optim as optim
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, GaussianPolicy, Rollout
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     CudaGraph,
     Run,
     ScriptArgs,
@@ -32,8 +32,8 @@ from clusterenv_runtime.script import (
     seeded_device,
     stream,
 )
-from clusterenv_runtime.script.normalize import Moments, Normalize, NormalizeReward
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.normalize import Moments, Normalize, NormalizeReward
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

@@ -16,7 +16,7 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     CudaGraph,
     Run,
     ScriptArgs,
@@ -30,7 +30,7 @@ from clusterenv_runtime.script import (
     record_video,
     seeded_device,
 )
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

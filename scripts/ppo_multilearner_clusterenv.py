@@ -16,7 +16,7 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     ScriptArgs,
     by_backend,
     check,
@@ -29,8 +29,8 @@ from clusterenv_runtime.script import (
     record_video,
     seeded_device,
 )
-from clusterenv_runtime.script.learners import LearnersRun
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.learners import LearnersRun
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

@@ -19,7 +19,7 @@ from msgspec import Meta
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, SquashedGaussianPolicy
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     Counters,
     CudaGraph,
     ReplayBuffer,
@@ -36,7 +36,7 @@ from clusterenv_runtime.script import (
     replay_device,
     seeded_device,
 )
-from clusterenv_runtime.script.types import (
+from clusterenv_utils.types import (
     EnvId,
     Fraction,
     Name,

@@ -20,10 +20,10 @@ from clusterenv_runtime.arrays import leaves
 from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.tensors import flat_weights, numbers_of
-from clusterenv_runtime.script import play
-from clusterenv_runtime.script.export import TOLERANCE, Acting, export
-from clusterenv_runtime.script.export import main as export_main
-from clusterenv_runtime.script.model import load_model, save_model
+from clusterenv_utils import play
+from clusterenv_utils.export import TOLERANCE, Acting, export
+from clusterenv_utils.export import main as export_main
+from clusterenv_utils.model import load_model, save_model
 
 from . import scripts
 from .scripts import ROOT
@@ -132,7 +132,7 @@ def test_play_records_a_video_of_the_best_model(tmp_path):
     flags = [*TINY, "--eval-interval", "64", "--run-name", "x"]
     folder, _ = scripts.train(PPO + ".py", tmp_path, *flags)
     result = subprocess.run(
-        [sys.executable, "-m", "clusterenv_runtime.script.play", "runs/x", "--best", "--video",
+        [sys.executable, "-m", "clusterenv_utils.play", "runs/x", "--best", "--video",
          "--script", ROOT / "ppo_clusterenv.py", "--episodes", "2"],
         cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True,
     )  # fmt: skip

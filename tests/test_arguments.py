@@ -15,9 +15,9 @@ import pytest
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import Run, arguments, parse, resume
-from clusterenv_runtime.script.checkpoint import save_checkpoint
 from clusterenv_runtime.security import HeadKeys, write_key_file
+from clusterenv_utils import Run, arguments, parse, resume
+from clusterenv_utils.checkpoint import save_checkpoint
 
 from . import scripts
 from .envs import CountingEnv

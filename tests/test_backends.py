@@ -24,7 +24,7 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.arrays import map_space
 from clusterenv_runtime.policy.tensors import to_tensors
-from clusterenv_runtime.script.environments import make_vec, one_line_for_environments
+from clusterenv_utils.environments import make_vec, one_line_for_environments
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same

@@ -19,15 +19,15 @@ import pytest
 import torch
 
 from clusterenv_runtime import CheckpointError
-from clusterenv_runtime.script import ScriptArgs
-from clusterenv_runtime.script.checkpoint import (
+from clusterenv_utils import ScriptArgs
+from clusterenv_utils.checkpoint import (
     has_checkpoint,
     load_checkpoint,
     rng_state,
     save_checkpoint,
     set_rng_state,
 )
-from clusterenv_runtime.script.model import load_model, save_model
+from clusterenv_utils.model import load_model, save_model
 
 from .envs import assert_same
 from .scripts import TIMES, environment
@@ -232,7 +232,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_re
 
 LIVE = """
 import sys
-from clusterenv_runtime.script.checkpoint import save_checkpoint
+from clusterenv_utils.checkpoint import save_checkpoint
 step = 0
 while True:
     step += 1
@@ -336,7 +336,7 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path):
 
 SAVER = """
 import sys, torch
-from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint, save_checkpoint
 step = load_checkpoint(sys.argv[1])["step"]
 while True:
     step += 1

@@ -16,9 +16,9 @@ import torch
 from torch.distributions import Distribution
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.script import CudaGraph, ReplayBuffer, replay_device
-from clusterenv_runtime.script.checkpoint import load_part
-from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplay
+from clusterenv_utils import CudaGraph, ReplayBuffer, replay_device
+from clusterenv_utils.checkpoint import load_part
+from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplay
 from experiments.benchmarks.steps import SCRIPTS, loss_of, make
 
 from . import scripts

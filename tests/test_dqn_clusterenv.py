@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script.model import load_model
+from clusterenv_utils.model import load_model
 from dqn_clusterenv import ReplayBuffer
 
 from . import scripts

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
-from clusterenv_runtime.script import Run, ScriptArgs
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.evaluation import Evaluations, film
-from clusterenv_runtime.script.model import load_model
+from clusterenv_utils import Run, ScriptArgs
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.evaluation import Evaluations, film
+from clusterenv_utils.model import load_model
 
 from . import scripts
 from .envs import CountingEnv
@@ -158,7 +158,7 @@ def test_the_last_evaluation_is_in_the_last_checkpoint_and_frees_its_port(tmp_pa
 def test_environments_that_record_videos_are_left_to_training(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "clusterenv_runtime.script.evaluation.ClusterEnv",
+        "clusterenv_utils.evaluation.ClusterEnv",
         lambda env_fns, **options: made.append((env_fns, options["num_envs"])),
     )
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from clusterenv_runtime.script.estimates import interval, iqm
+from clusterenv_utils.estimates import interval, iqm
 from experiments.figures import claims, collect, plot, slow_network, tasks
 from experiments.figures.claims import difference
 from experiments.figures.network import Delay, Network

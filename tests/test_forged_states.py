@@ -10,16 +10,16 @@ import torch
 from gymnasium import spaces
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.script import ReplayBuffer
-from clusterenv_runtime.script.checkpoint import (
+from clusterenv_utils import ReplayBuffer
+from clusterenv_utils.checkpoint import (
     load_checkpoint,
     load_part,
     rng_state,
     save_checkpoint,
     set_rng_state,
 )
-from clusterenv_runtime.script.curve import LearningCurve
-from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplayBuffer
+from clusterenv_utils.curve import LearningCurve
+from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplayBuffer
 
 from .envs import CountingEnv
 

@@ -12,8 +12,8 @@ import sys
 import pytest
 
 import ppo_clusterenv
-from clusterenv_runtime.script import Run, logs
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils import Run, logs
+from clusterenv_utils.checkpoint import load_checkpoint
 
 from . import scripts
 from . import test_ppo_clusterenv as ppo

@@ -30,9 +30,9 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
-from clusterenv_runtime.script.learners import LearnersRun
-from clusterenv_runtime.script.learners.learners import Learners
-from clusterenv_runtime.script.learners.run import SharedWorkers, _NoWriter, fingerprint
+from clusterenv_utils.learners import LearnersRun
+from clusterenv_utils.learners.learners import Learners
+from clusterenv_utils.learners.run import SharedWorkers, _NoWriter, fingerprint
 from scripts import ppo_multilearner_clusterenv
 
 from .envs import CountingEnv, assert_same

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from clusterenv_runtime.script import plot
-from clusterenv_runtime.script.logged import LoggedRun
+from clusterenv_utils import plot
+from clusterenv_utils.logged import LoggedRun
 
 BEGIN = time.time() + 1000  # the wall time at which all runs here begin
 OURS = {"exp_name": "ppo_clusterenv", "env_id": "CartPole-v1", "num_steps": 8, "seed": 1}

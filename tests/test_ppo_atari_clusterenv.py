@@ -12,14 +12,14 @@ from torch import nn
 import scripts.ppo_atari_clusterenv as script
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.messages import worker_frames
-from clusterenv_runtime.script import by_backend
-from clusterenv_runtime.script.environments import (
+from clusterenv_runtime.worker.envs import WorkerEnvs
+from clusterenv_utils import by_backend
+from clusterenv_utils.environments import (
     BackendError,
     check_plain,
     make_vec,
     one_line_for_environments,
 )
-from clusterenv_runtime.worker.envs import WorkerEnvs
 
 from . import scripts
 from .scripts import scalars

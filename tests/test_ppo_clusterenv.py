@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime.script.model import load_model
+from clusterenv_utils.model import load_model
 
 from . import scripts
 from .scripts import ROOT, scalars

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.model import load_model
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.model import load_model
 
 from . import scripts
 from .patience import PATIENCE, wait_until

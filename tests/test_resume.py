@@ -26,8 +26,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
 from clusterenv_runtime.errors import RunLockedError
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.directory import lock
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.directory import lock
 
 from . import scripts
 from . import test_dqn_clusterenv as dqn
@@ -196,7 +196,7 @@ def test_a_run_that_another_process_trains_is_refused_until_that_process_is_kill
 
 HOLDER = """
 import os, sys, time
-from clusterenv_runtime.script.directory import lock
+from clusterenv_utils.directory import lock
 lock(sys.argv[1])
 child = os.fork()
 if child:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import Run, ScriptArgs
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils import Run, ScriptArgs
+from clusterenv_utils.checkpoint import load_checkpoint
 
 from . import scripts
 from .envs import CountingEnv

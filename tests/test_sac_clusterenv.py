@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint
 
 from . import scripts
 from .algorithms.test_resuming import assert_same

@@ -18,11 +18,11 @@ import torch
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.script import Counters, Run, environments, parse, seeded_device
-from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
-from clusterenv_runtime.script.flags import names, text_of
-from clusterenv_runtime.script.progress import Progress, start_of
-from clusterenv_runtime.script.signals import TOLD
+from clusterenv_utils import Counters, Run, environments, parse, seeded_device
+from clusterenv_utils.checkpoint import load_checkpoint, save_checkpoint
+from clusterenv_utils.flags import names, text_of
+from clusterenv_utils.progress import Progress, start_of
+from clusterenv_utils.signals import TOLD
 from docs import flags
 
 from . import scripts
@@ -55,7 +55,7 @@ def after(line, *lines):
 
 SHUFFLE = "                b_inds = torch.randperm(args.batch_size, device=device)"
 EDITS = [
-    after("from clusterenv_runtime.script import (", "    Counters,"),
+    after("from clusterenv_utils import (", "    Counters,"),
     after('    run.keep("agent", agent.to(device))',
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
@@ -282,7 +282,7 @@ def test_the_core_needs_nothing_of_the_scripts_and_the_extras():
     )
     assert {"clusterenv_runtime.head.pool", "torch"} <= imported
     assert not imported & {"tyro", "rich", "tensorboard", "matplotlib", "wandb"}
-    assert not imported & {"clusterenv_runtime.script", "clusterenv_runtime.extras"}
+    assert not imported & {"clusterenv_utils", "clusterenv_runtime.extras"}
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_an_error_about_an_unsuitable_environment_gives_advice(tmp_path, monkeyp
 
 def test_long_waits_before_the_first_report_and_in_the_evaluation_are_shown(monkeypatch, capsys):
     monkeypatch.setattr("clusterenv_runtime.head.pool.SAY_S", 0.05)
-    monkeypatch.setattr("clusterenv_runtime.script.progress.FIRST_WORD_S", 0.2)
+    monkeypatch.setattr("clusterenv_utils.progress.FIRST_WORD_S", 0.2)
     shown = Progress()
     with ClusterEnv([partial(CountingEnv, delay=0.1), CountingEnv], 2) as envs:
         envs.reset()

@@ -7,9 +7,9 @@ import pytest
 
 import dqn_clusterenv
 from clusterenv_runtime import CheckpointError, EnvError, Interrupted
-from clusterenv_runtime.script import Run
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.signals import TOLD, Signals
+from clusterenv_utils import Run
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.signals import TOLD, Signals
 
 from .nets import linear
 

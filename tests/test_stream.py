@@ -17,8 +17,8 @@ from gymnasium import spaces
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout
 from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.script import stream
-from clusterenv_runtime.script.stream import chunks
+from clusterenv_utils import stream
+from clusterenv_utils.stream import chunks
 
 from . import scripts
 from . import test_ppo_clusterenv as ppo

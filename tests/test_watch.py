@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime.errors import RunLockedError
-from clusterenv_runtime.script import watch
-from clusterenv_runtime.script.curve import LearningCurve
-from clusterenv_runtime.script.directory import holder_of, lock
-from clusterenv_runtime.script.status import FILE, RATES, Status, StatusFile, WorkerStatus
+from clusterenv_utils import watch
+from clusterenv_utils.curve import LearningCurve
+from clusterenv_utils.directory import holder_of, lock
+from clusterenv_utils.status import FILE, RATES, Status, StatusFile, WorkerStatus
 
 from .patience import wait_until
 from .scripts import ROOT, environment, lasting, workers_of
 
-WATCH = [sys.executable, "-m", "clusterenv_runtime.script.watch"]
+WATCH = [sys.executable, "-m", "clusterenv_utils.watch"]
 
 
 def look(directory, *flags):
@@ -107,7 +107,7 @@ def test_a_run_that_ends_early_is_reported(run, tmp_path, number):
 
 def test_a_lock_has_a_holder_as_long_as_its_process_lives(tmp_path):
     assert holder_of(tmp_path) == ""
-    code = f"from clusterenv_runtime.script.directory import lock\nlock({str(tmp_path)!r})\n"
+    code = f"from clusterenv_utils.directory import lock\nlock({str(tmp_path)!r})\n"
     with subprocess.Popen(
         [sys.executable, "-c", f"{code}print(flush=True)\ninput()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(),
@@ -217,7 +217,7 @@ def test_each_mistake_is_a_one_line_error(tmp_path, monkeypatch, words, text, sa
 
 def test_a_reader_that_closes_the_pipe_is_no_error():
     name = "until_pipe_closes"
-    code = f"from clusterenv_runtime.script.output import {name}\nwith {name}(): print(1)"
+    code = f"from clusterenv_utils.output import {name}\nwith {name}(): print(1)"
     ours, theirs = os.pipe()
     os.close(ours)
     ended = subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=subprocess.PIPE)

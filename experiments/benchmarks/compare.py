@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from clusterenv_runtime.script.estimates import interval, iqm
+from clusterenv_utils.estimates import interval, iqm
 from experiments.figures.claims import difference
 
 from .scripts import ROOT, run, torchrun

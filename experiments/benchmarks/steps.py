@@ -25,7 +25,7 @@ from torch.distributions import Distribution
 
 import dqn_clusterenv as dqn
 import ppo_clusterenv as ppo
-from clusterenv_runtime.script import CudaGraph
+from clusterenv_utils import CudaGraph
 from scripts import dqn_atari_clusterenv as dqn_atari
 from scripts import ppo_atari_clusterenv as ppo_atari
 from scripts import ppo_continuous_clusterenv as ppo_continuous

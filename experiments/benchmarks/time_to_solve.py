@@ -28,7 +28,7 @@ import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clusterenv_runtime.script.estimates import interval, iqm
+from clusterenv_utils.estimates import interval, iqm
 from experiments.figures.claims import difference
 
 from .scripts import ROOT, train

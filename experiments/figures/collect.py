@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from clusterenv_runtime.script.curve import on_grid
-from clusterenv_runtime.script.logged import LoggedRun
+from clusterenv_utils.curve import on_grid
+from clusterenv_utils.logged import LoggedRun
 from experiments.sweeps.attempts import directory_of, replace, result_of
 from experiments.sweeps.checks import check
 from experiments.sweeps.configurations import configurations, fill_macros, load, nest

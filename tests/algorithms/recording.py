@@ -102,8 +102,8 @@ def evaluated(policy, rollout):
 def main(output, script, interrupt, *flags):
     from clusterenv_runtime import ClusterEnv, Rollout
     from clusterenv_runtime import script as harness
-    from clusterenv_runtime.script import Run
-    from clusterenv_runtime.script.curve import LearningCurve
+    from clusterenv_utils import Run
+    from clusterenv_utils.curve import LearningCurve
 
     recording, kept = Recording(), {}
     original = {

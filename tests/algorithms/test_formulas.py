@@ -11,7 +11,7 @@ import torch
 
 from clusterenv_runtime.arrays import Frames
 from clusterenv_runtime.rollout import Rollout
-from clusterenv_runtime.script.normalize import Moments, Normalize, discount, scale_rewards
+from clusterenv_utils.normalize import Moments, Normalize, discount, scale_rewards
 
 from .reference import advantages_by_definition
 from .toys import spaces_of

@@ -11,12 +11,12 @@ import torch
 
 from clusterenv_runtime import Frames
 from clusterenv_runtime.extras.atari import EpisodicLife
-from clusterenv_runtime.script import evaluate, seeded_device
-from clusterenv_runtime.script.checkpoint import rng_state, set_rng_state
-from clusterenv_runtime.script.curve import LearningCurve
-from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplay
-from clusterenv_runtime.script.normalize import NormalizeReward
-from clusterenv_runtime.script.summary import summary_of
+from clusterenv_utils import evaluate, seeded_device
+from clusterenv_utils.checkpoint import rng_state, set_rng_state
+from clusterenv_utils.curve import LearningCurve
+from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplay
+from clusterenv_utils.normalize import NormalizeReward
+from clusterenv_utils.summary import summary_of
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Interrupted
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.checks import check_finite
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.checks import check_finite
 from tests import scripts
 
 ENDS = """

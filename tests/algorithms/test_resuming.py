@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint
 from tests import scripts
 
 from . import reference

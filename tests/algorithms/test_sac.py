@@ -16,7 +16,7 @@ from torch.distributions import AffineTransform, Independent, Normal, Transforme
 from torch.distributions.transforms import TanhTransform
 
 from clusterenv_runtime import SquashedGaussianPolicy
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint
 from tests import scripts
 
 from .recording import record

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..env import ClusterEnv
-from ..errors import CheckpointError, EnvError, Interrupted, WorkerDiedError
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.errors import CheckpointError, EnvError, Interrupted, WorkerDiedError
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Exit codes: EX_TEMPFAIL, on which schedulers may requeue, and the shell's 128 + SIGINT.

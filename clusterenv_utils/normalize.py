@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from ..rollout import Rollout
+from clusterenv_runtime.rollout import Rollout
 
 
 class Moments(RunningMeanStd):

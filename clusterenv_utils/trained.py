@@ -22,8 +22,9 @@ import cloudpickle
 import gymnasium as gym
 import tyro
 
-from ..errors import CheckpointError
-from ..policy.base import Policy
+from clusterenv_runtime.errors import CheckpointError
+from clusterenv_runtime.policy.base import Policy
+
 from .arguments import ScriptArgs, groups_of, read_kwargs
 from .checks import check, one_line_for
 from .directory import check_exists

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from ..errors import EnvError, one_line
+from clusterenv_runtime.errors import EnvError, one_line
+
 from .checks import ATARI, check
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def make_vec(backend: str, env_id: str, num_envs: int, **kwargs: Any) -> VectorE
     if backend == "envpool":
         if importlib.util.find_spec("envpool") is None:
             raise ModuleNotFoundError("EnvPool is not installed: pip install envpool")
-        from ..extras.envpool import EnvPoolVectorEnv
+        from clusterenv_runtime.extras.envpool import EnvPoolVectorEnv
 
         return EnvPoolVectorEnv(env_id, num_envs, **kwargs)
     if "ale_py" in str(getattr(gym.registry.get(env_id), "vector_entry_point", None)):

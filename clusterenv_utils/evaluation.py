@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
-from ..env import ClusterEnv
-from ..errors import Interrupted, one_line
-from ..policy.base import Policy
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.errors import Interrupted, one_line
+from clusterenv_runtime.policy.base import Policy
+
 from .arguments import ScriptArgs
 from .checks import check
 from .logs import Logs

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from ..launchers import is_ours
-from ..options import Nats, NotNegative, Positive, Seconds, check_ranges
+from clusterenv_runtime.launchers import is_ours
+from clusterenv_runtime.options import Nats, NotNegative, Positive, Seconds, check_ranges
 
 __all__ = [
     "EnvId",

@@ -1,6 +1,6 @@
 """Play episodes with a trained model.
 
-python -m clusterenv_runtime.script.play runs/NAME --video
+python -m clusterenv_utils.play runs/NAME --video
 """
 
 import os
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from ..env import ClusterEnv
-from ..errors import StartupError, WorkerDiedError
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.errors import StartupError, WorkerDiedError
+
 from .arguments import Seed, check_moviepy
 from .checks import one_line_for
 from .environments import one_line_for_environments

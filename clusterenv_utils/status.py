@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import numpy as np
 
-from ..env import ClusterEnv
-from ..errors import one_line
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.errors import one_line
+
 from .checkpoint import replaced
 from .signals import CTRL_C, PREEMPTED
 

@@ -1,6 +1,6 @@
 """Compare runs by their TensorBoard logs: curves over seeds, and a table.
 
-    python -m clusterenv_runtime.script.plot runs/A* runs/B* --output comparison.png
+    python -m clusterenv_utils.plot runs/A* runs/B* --output comparison.png
 
 Runs with the same flags, except for the seed and flags that do not affect learning, form a setting.
 Its value is the interquartile mean (IQM) of its runs, with a 95% bootstrap interval, or with the
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tyro
 
-from ..errors import printable
+from clusterenv_runtime.errors import printable
+
 from .arguments import ScriptArgs
 from .checkpoint import replaced
 from .checks import check, one_line_for

@@ -1,6 +1,6 @@
 """Watch a run: its workers, and the curve of its return.
 
-    python -m clusterenv_runtime.script.watch runs/NAME
+    python -m clusterenv_utils.watch runs/NAME
 
 Show the `Status` that the run writes each second. End when the run ends.
 """
@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import printable
+from clusterenv_runtime.errors import printable
+
 from .checks import check, one_line_for
 from .curve import on_grid
 from .directory import check_exists, holder_of

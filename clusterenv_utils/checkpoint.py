@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ..errors import CheckpointError
+from clusterenv_runtime.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 PLAIN = bool, int, float, str, bytes

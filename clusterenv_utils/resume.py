@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import printable
+from clusterenv_runtime.errors import printable
+
 from .arguments import ScriptArgs, parse, spell
 from .checks import check, one_line_for
 from .types import that_run_code

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, RunLockedError, one_line
+from clusterenv_runtime.errors import CheckpointError, RunLockedError, one_line
+
 from .checkpoint import check_run, load_checkpoint, load_part
 from .checks import check, one_line_for
 from .model import is_finite

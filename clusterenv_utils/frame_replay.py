@@ -6,7 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..rollout import Rollout
+from clusterenv_runtime.rollout import Rollout
+
 from .replay import Replay
 
 

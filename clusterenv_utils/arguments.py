@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import msgspec
 import tyro
 
-from ..errors import Interrupted, LearnerLostError, StartupError, WorkerDiedError
-from ..launchers.local import current_directory
-from ..options import REMOVED, ClusterOptions
+from clusterenv_runtime.errors import Interrupted, LearnerLostError, StartupError, WorkerDiedError
+from clusterenv_runtime.launchers.local import current_directory
+from clusterenv_runtime.options import REMOVED, ClusterOptions
+
 from .checks import check, one_line_for
 from .flags import names, show_help
 from .types import Name, NotNegative, Positive, PositiveNumber, RunsCode, check_values

@@ -15,9 +15,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from ..arrays import not_finite
-from ..errors import Interrupted, printable
-from ..rollout import Rollout
+from clusterenv_runtime.arrays import not_finite
+from clusterenv_runtime.errors import Interrupted, printable
+from clusterenv_runtime.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from ..env import ClusterEnv
-from ..errors import CheckpointError
-from ..policy.base import Policy
-from ..rollout import Rollout
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.errors import CheckpointError
+from clusterenv_runtime.policy.base import Policy
+from clusterenv_runtime.rollout import Rollout
+
 from .arguments import ScriptArgs, check_flags
 from .checkpoint import as_checkpoint_error, rng_state, save_checkpoint, set_rng_state
 from .checks import check, check_finite, one_line_for

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from ...arrays import Frames
-from ...errors import Interrupted, LearnerLostError, one_line
+from clusterenv_runtime.arrays import Frames
+from clusterenv_runtime.errors import Interrupted, LearnerLostError, one_line
 
 PR_SET_PDEATHSIG = 1  # asks Linux for a signal when the parent dies
 

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ..errors import CheckpointError
+from clusterenv_runtime.errors import CheckpointError
+
 from .arguments import ScriptArgs
 from .checkpoint import dump, replaced
 

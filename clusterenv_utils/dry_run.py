@@ -7,7 +7,8 @@ import shlex
 
 import zmq
 
-from ..head.transport import listening_address
+from clusterenv_runtime.head.transport import listening_address
+
 from .arguments import ScriptArgs
 
 

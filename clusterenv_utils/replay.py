@@ -8,7 +8,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from ..rollout import Rollout
+from clusterenv_runtime.rollout import Rollout
+
 from .checks import check_memory
 from .progress import say
 

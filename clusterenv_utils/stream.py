@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..env import ClusterEnv
-from ..rollout import Rollout
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.rollout import Rollout
 
 
 def chunks(run: Any, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:

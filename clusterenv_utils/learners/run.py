@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ...env import ClusterEnv
-from ...rollout import Rollout
+from clusterenv_runtime.env import ClusterEnv
+from clusterenv_runtime.rollout import Rollout
+
 from ..arguments import ScriptArgs, spell
 from ..checkpoint import has_checkpoint
 from ..checks import check, check_finite

@@ -1,6 +1,6 @@
 """Exports the policy of a trained model to ONNX, for programs without torch, or by `torch.export`.
 
-    python -m clusterenv_runtime.script.export runs/NAME model.onnx
+    python -m clusterenv_utils.export runs/NAME model.onnx
 
 The extension of the file selects the format: ``.onnx`` or ``.pt2``.
 """
@@ -24,10 +24,11 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ..arrays import filled, map_tree
-from ..errors import one_line
-from ..policy.base import Policy
-from ..policy.tensors import to_tensors
+from clusterenv_runtime.arrays import filled, map_tree
+from clusterenv_runtime.errors import one_line
+from clusterenv_runtime.policy.base import Policy
+from clusterenv_runtime.policy.tensors import to_tensors
+
 from .checks import check
 from .environments import of_environment, one_line_for_environments
 from .progress import say

@@ -15,7 +15,8 @@ import msgspec
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from ..errors import one_line
+from clusterenv_runtime.errors import one_line
+
 from .checks import check, one_line_for
 from .curve import LearningCurve
 from .summary import as_json
