@@ -1,38 +1,199 @@
-"""The command line of a training script, and the flags that all scripts share."""
+"""The flags that all scripts share, the ranges of all flags, and what a resumed run takes over."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
+import math
 import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeVar
+from fnmatch import fnmatch
+from typing import Any, Self, TypeVar
 
 import msgspec
 import tyro
 
-from clusterenv_runtime.errors import Interrupted, LearnerLostError, StartupError, WorkerDiedError
-from clusterenv_runtime.launchers.local import current_directory
-from clusterenv_runtime.options import REMOVED, ClusterOptions
+from clusterenv_runtime.errors import StartupError, printable
+from clusterenv_runtime.launchers import is_ours
+from clusterenv_runtime.options import ClusterOptions
 
-from .checks import check, one_line_for
-from .flags import names, show_help
-from .types import Name, NotNegative, Positive, PositiveNumber, RunsCode, check_values
+from .errors import check, one_line_for, print_error
 
 T = TypeVar("T", bound="ScriptArgs")
-Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-Interval = Annotated[float, msgspec.Meta(ge=0)]
-Kwargs = Annotated[str, RunsCode(bool)]
+ABOVE_0 = math.ulp(0.0)
+# The lowest and highest value of flags, by name, beginning or end. No flag may be NaN or infinite.
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**32 - 1),
+    "port": (0, 2**16 - 1),
+    **dict.fromkeys(("gamma", "gae_lambda", "tau", "start_e", "end_e"), (0, 1)),
+    **dict.fromkeys(("kl_threshold", "target_kl", "*_coef", "learning_starts"), (0, math.inf)),
+    **dict.fromkeys(("max_policy_lag", "max_worker_restarts"), (0, math.inf)),
+    **dict.fromkeys(("eval_episodes", "checkpoint_interval"), (0, math.inf)),
+    **dict.fromkeys(("learning_rate", "*_lr", "alpha", "utd", "clip_rho"), (ABOVE_0, math.inf)),
+    **dict.fromkeys(("max_*", "*_timeout", "exploration_fraction"), (ABOVE_0, math.inf)),
+    **dict.fromkeys(("num_*", "*_steps", "*_timesteps", "*_frequency", "*_size"), (1, math.inf)),
+    **dict.fromkeys(("*_epochs", "*_threads", "*_per_worker", "*_interval"), (1, math.inf)),
+    "outstanding": (1, math.inf),
+}
+FREE = "ent_coef", "reward_scale"  # any finite number
+NAMES = "exp_name", "run_name"  # slurm/train.sh checks them by the same rule
+NAME = re.compile(r"[\w+=-][\w.+=-]*")
+# Values that can run someone's code, or upload yours. A resumed run does not take them from its
+# checkpoint, which may be a stranger's: the command line must repeat them.
+RUNS_CODE = {
+    "env_id": lambda value: ":" in value,  # Gymnasium imports the module before the colon
+    "launcher": lambda value: not is_ours(value),
+    **dict.fromkeys(("env_kwargs", "worker_prefix", "worker_preload", "key_file", "track"), bool),
+}
+ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 NUMBER = re.compile(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)  # with a point
 WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+@dataclass
+class ScriptArgs(ClusterOptions):
+    """The flags of all scripts. Each adds ``env_id``, ``total_timesteps`` and its algorithm's."""
+
+    envs_per_worker: int = 32
+    """the number of parallel game environments on each worker"""
+    num_envs: int | None = None
+    """the total number of environments, divided among the workers; by default `--envs-per-worker`
+    on each
+    """
+    env_kwargs: str = ""
+    """keyword arguments for the environment's constructor, as one string, for example `"gravity=-5
+    enable_wind=true"`
+    """
+    dry_run: bool = False
+    """print the workers' commands, one per line, and start nothing"""
+    run_name: str | None = None
+    """the run's directory is `runs/RUN_NAME`; by default the name consists of the environment,
+    experiment, seed and time
+    """
+    checkpoint_interval: float = 300.0
+    """seconds between checkpoints; the run also writes one at the end, and on SIGTERM, SIGUSR1,
+    SIGHUP and Ctrl-C
+    """
+    resume: str | None = None
+    """resume this run (`runs/NAME`) with its own flags, except for those given here; flags that can
+    run code must be repeated
+    """
+
+    exp_name: str = "experiment"
+    """the name of this experiment and of its model file"""
+    seed: int = 1
+    """seed of the experiment"""
+    torch_deterministic: bool = True
+    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    torch_threads: int | None = None
+    """the number of torch threads in the learner; None leaves it to torch"""
+    cuda: bool = True
+    """if toggled, the learner uses a GPU if there is one"""
+    track: bool = False
+    """if toggled, this experiment will be tracked with Weights and Biases"""
+    wandb_project_name: str = "clusterenv"
+    """the wandb's project name"""
+    wandb_entity: str | None = None
+    """the entity (team) of wandb's project"""
+    capture_video: bool = False
+    """whether to record videos of environment 0 (check out the `videos` folder)"""
+    save_model: bool = True
+    """whether to save the model into the `runs/{run_name}` folder"""
+    eval_episodes: int = 20
+    """the number of episodes of the final evaluation, which runs on the workers; 0 skips it"""
+    eval_deterministic: bool = False
+    """evaluate the policy by its most likely actions, not by sampled actions"""
+    eval_interval: int | None = None
+    """steps between evaluations during training; they run on a separate worker, and the best model
+    is kept
+    """
+    max_seconds: float | None = None
+    """stop cleanly after this many seconds of training"""
+
+    @property
+    def make_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments for the environment's constructor."""
+        return read_kwargs(self.env_kwargs)
+
+    @property
+    def of_evaluation(self) -> Self:
+        """The flags of the worker that evaluates while the others train."""
+        port = self.port and self.port + 1
+        return dataclasses.replace(self, num_workers=1, port=port, eval_interval=None)
+
+    def options(self) -> dict[str, Any]:
+        """Return the flags that are options of `ClusterEnv`, as its keyword arguments."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(ClusterOptions)}
+
+
+def parse(script_args: type[T], default: T | None = None) -> T:
+    """Return the flags of the command line. Flags that are not given are those of ``default``.
+
+    From here on, a `ScriptError` that nobody catches is printed in one line.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = print_error
+    # As if the script were in this directory: --env-id my_env:Mine-v0 imports my_env.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    # W&B agents write booleans as --flag=True; tyro's spellings are --flag and --no-flag
+    hints = typing.get_type_hints(script_args)
+    booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
+    argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
+    argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
+    args = tyro.cli(script_args, args=argv, default=default)
+    check_ranges(args)
+    pairs = "must be name=value pairs, as in 'gravity=-5 enable_wind=true'"
+    with one_line_for(ValueError, text=f"--env-kwargs {pairs}"):
+        read_kwargs(args.env_kwargs)
+    return args
+
+
+def range_of(name: str) -> tuple[float, float] | None:
+    """Return the lowest and highest value of a flag, or None if it may be any number."""
+    if name in FREE:
+        return None
+    return next((RANGES[each] for each in RANGES if fnmatch(name, each)), None)
+
+
+def check_ranges(args: Any) -> None:
+    """Check each flag's value by `RANGES`, and names."""
+    for name, value in vars(args).items():
+        flag = f"{spell(name)} must be"
+        if name in NAMES and value is not None:
+            letters = "of letters, digits and _.+=-, with no dot at the beginning"
+            check(NAME.fullmatch(value), f"{flag} {letters}, got {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        check(math.isfinite(value), f"{flag} finite, got {value}")
+        if limits := range_of(name):
+            low, high = limits
+            least = "above 0" if low == ABOVE_0 else f"at least {low}"
+            most = "" if high == math.inf else f" and at most {high}"
+            check(low <= value <= high, f"{flag} {least}{most}, got {value}")
+
+
+def check_flags(args: ScriptArgs) -> None:
+    """Check that flags of all scripts fit each other and this machine."""
+    with one_line_for(StartupError, ValueError):
+        args.check(args.make_launcher(None))
+    envs, workers = args.num_envs, args.num_workers
+    check(envs >= workers, f"--num-envs {envs} must be at least --num-workers {workers}")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
+    check(compiler or not getattr(args, "compile", False), needs)
+    check(args.eval_episodes or not args.eval_interval, "--eval-interval needs --eval-episodes")
+
+
+def spell(name: str) -> str:
+    """Return a field's name as a flag."""
+    return "--" + name.replace("_", "-")
 
 
 def read_kwargs(text: str) -> dict[str, Any]:
@@ -50,8 +211,7 @@ def read_kwargs(text: str) -> dict[str, Any]:
     while rest:
         name, equals, after = rest.partition("=")
         if not (equals and name.isidentifier()) or name in kwargs:
-            part = shlex.split(rest)[0]
-            raise ValueError(f"{part} is not name=value, or repeats a name")
+            raise ValueError(f"{shlex.split(rest)[0]} is not name=value, or repeats a name")
         kwargs[name], rest = _read_value(after)
         rest = rest.lstrip()
     return kwargs
@@ -87,175 +247,62 @@ def _read_value(text: str) -> tuple[Any, str]:
         return word, rest
 
 
-def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error that ends the process, without a traceback if the message says enough."""
-    if issubclass(kind, Interrupted | LearnerLostError | StartupError | WorkerDiedError):
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
+def that_run_code(args: ScriptArgs) -> dict[str, Any]:
+    """Return the flags whose values can run code, by name."""
+    values = {name: getattr(args, name, None) for name in RUNS_CODE}
+    return {name: value for name, value in values.items() if value and RUNS_CODE[name](value)}
 
 
-def spell(name: str) -> str:
-    """Return a field's name as a flag."""
-    return "--" + name.replace("_", "-")
+def resumed_flags(saved: dict[str, Any], args: T, fixed: Iterable[str]) -> T:
+    """Return the flags of a resumed run: the checkpoint's, except for those of the command line.
 
-
-@dataclass
-class ScriptArgs(ClusterOptions):
-    """The flags of all scripts. Each adds ``env_id``, ``total_timesteps`` and its algorithm's."""
-
-    envs_per_worker: Positive = 32
-    """the number of parallel game environments on each worker"""
-    num_envs: Positive | None = None
-    """the total number of environments, divided among the workers; by default `--envs-per-worker`
-    on each
+    Args:
+        saved: the flags in the checkpoint.
+        args: the flags of the command line.
+        fixed: the names of the flags that must not change.
     """
-    env_backend: Literal["gymnasium", "vector", "envpool"] = "gymnasium"
-    """what steps the environments: a loop (`gymnasium`), the environment's own vectorized version
-    (`vector`), or EnvPool (`envpool`)
-    """
-    env_threads: Positive = 1
-    """with `--env-backend envpool`: the number of threads that step each worker's environments"""
-    env_kwargs: Kwargs = ""
-    """keyword arguments for the environment's constructor, as one string, for example `"gravity=-5
-    enable_wind=true"`
-    """
-    dry_run: bool = False
-    """print the workers' commands, one per line, and start nothing"""
-    run_name: Name | None = None
-    """the run's directory is `runs/RUN_NAME`; by default the name consists of the environment,
-    experiment, seed and time
-    """
-    checkpoint_interval: Interval = 300.0
-    """seconds between checkpoints; the run also writes one at the end, and on SIGTERM, SIGUSR1,
-    SIGHUP and Ctrl-C
-    """
-    resume: str | None = None
-    """resume this run (`runs/NAME`) with its own flags, except for those given here; flags that can
-    run code must be repeated
-    """
-
-    exp_name: Name = "experiment"
-    """the name of this experiment and of its model file"""
-    seed: Seed = 1
-    """seed of the experiment"""
-    torch_deterministic: bool = True
-    """if toggled, `torch.backends.cudnn.deterministic=True`"""
-    torch_threads: Positive | None = None
-    """the number of torch threads in the learner; by default `OMP_NUM_THREADS` if it is set,
-    otherwise 1 for small networks, 2 in SAC, and torch's own number on Atari
-    """
-    cuda: bool = True
-    """if toggled, the learner uses a GPU if there is one"""
-    track: Annotated[bool, RunsCode(bool)] = False
-    """if toggled, this experiment will be tracked with Weights and Biases"""
-    wandb_project_name: str = "clusterenv"
-    """the wandb's project name"""
-    wandb_entity: str | None = None
-    """the entity (team) of wandb's project"""
-    capture_video: bool = False
-    """whether to record videos of environment 0 (check out the `videos` folder)"""
-    save_model: bool = True
-    """whether to save the model into the `runs/{run_name}` folder"""
-    eval_episodes: NotNegative = 20
-    """the number of episodes of the final evaluation, which runs on the workers; 0 skips it"""
-    eval_deterministic: bool = False
-    """evaluate the policy by its most likely actions, not by sampled actions"""
-    eval_interval: Positive | None = None
-    """steps between evaluations during training; they run on a separate worker, and the best model
-    is kept
-    """
-    eval_video: bool = False
-    """record one more evaluation episode, as `evaluation.mp4` in the run's directory"""
-    max_seconds: PositiveNumber | None = None
-    """stop cleanly after this many seconds of training"""
-
-    @property
-    def make_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments for the environment's constructor."""
-        return read_kwargs(self.env_kwargs)
-
-    @property
-    def of_evaluation(self) -> Self:
-        """The flags of the worker that evaluates while the others train."""
-        port = self.port and self.port + 1
-        own = {"num_workers": 1, "port": port, "eval_interval": None}
-        return dataclasses.replace(self, **own)
-
-    def options(self) -> dict[str, Any]:
-        """Return the flags that are options of `ClusterEnv`, as its keyword arguments."""
-        names = [field.name for field in dataclasses.fields(ClusterOptions)]
-        return {name: getattr(self, name) for name in names}
+    directory = args.resume
+    before = saved_flags(saved, type(args), directory)
+    now = parse(type(args), default=before)
+    now.resume = directory
+    check_code(now, args, directory)
+    for name in (*ALWAYS_FIXED, *fixed):
+        was, got = getattr(before, name), getattr(now, name)
+        change = f"{directory} has {was}, got {got}"
+        check(was == got, f"{spell(name)} cannot change on resume: {change}")
+    return now
 
 
-def groups_of(script_args: type[ScriptArgs]) -> dict[str, list[str]]:
-    """Return the names of a script's flags by group. The groups of all scripts come last."""
-    workers, shared = names(ClusterOptions), names(ScriptArgs)
-    return {
-        "algorithm": [name for name in names(script_args) if name not in shared],
-        "run": [name for name in shared if name not in workers],
-        "workers": workers,
+def saved_flags(saved: dict[str, Any], kind: type[T], path: str) -> T:
+    """Return the flags that a run has saved at ``path``; ``kind`` is the class of its script."""
+    unknown = ", ".join(spell(name) for name in saved if name not in typing.get_type_hints(kind))
+    of_another = f"{path} is from another script, or another version of it"
+    check(not unknown, f"{of_another}: it has {unknown}")
+    with one_line_for(msgspec.ValidationError, text=f"the flags in {path} are wrong"):
+        return msgspec.convert(saved, kind)
+
+
+def check_code(flags: T, given: T, path: str) -> None:
+    """Check that flags which can run code are ``given`` here, not only in the file at ``path``."""
+    code = {
+        name: each for name, each in that_run_code(flags).items() if each != getattr(given, name)
     }
+    has = " and ".join(f"{spell(name)} {value!r}" for name, value in code.items())
+    why = "a flag that can run someone's code, or upload yours, is not taken from a file"
+    check(not code, f"{path} has {has}: {why}; to accept it, give it again here")
 
 
-def parse(script_args: type[T], default: T | None = None) -> T:
-    """Return the flags of the command line. Flags that are not given are those of ``default``.
+def resume_command(args: ScriptArgs, directory: str, program: Iterable[str]) -> str:
+    """Return the command that resumes a run, with the flags that its checkpoint cannot give.
 
-    An error in a single flag ends the process with a one-line message. `check_flags` checks all
-    flags together.
+    It begins with ``program``, which runs scripts, unless CLUSTERENV_RESUME says how to submit this
+    job.
     """
-    sys.excepthook = _report
-    # As if the script were in this directory: --env-id my_env:Mine-v0 imports my_env.
-    if (here := current_directory()) not in (None, *sys.path):
-        sys.path.append(here)
-    # W&B agents write booleans as --flag=True; tyro's spellings are --flag and --no-flag
-    hints = typing.get_type_hints(script_args)
-    booleans = "|".join(name.replace("_", "[-_]") for name, hint in hints.items() if hint is bool)
-    argv = [re.sub(rf"^--({booleans})=[Tt]rue$", r"--\1", arg) for arg in sys.argv[1:]]
-    argv = [re.sub(rf"^--({booleans})=[Ff]alse$", r"--no-\1", arg) for arg in argv]
-    if {"-h", "--help"} & set(argv):
-        show_help(groups_of(script_args), default or script_args())
-    for name, instead in REMOVED.items():
-        flag = rf"--(no-)?{name.replace('_', '[-_]')}(=|$)"
-        given = [arg for arg in argv if re.match(flag, arg)]
-        instead = instead.replace("bind_address", "--bind-address")
-        check(not given, f"{spell(name)} is no longer a flag: {instead}")
-    args = tyro.cli(script_args, args=argv, default=default)
-    with one_line_for(ValueError):
-        check_values(args)
-    pairs = "must be name=value pairs, as in 'gravity=-5 enable_wind=true'"
-    with one_line_for(ValueError, text=f"env_kwargs {pairs}"):
-        read_kwargs(args.env_kwargs)
-    return args
-
-
-def check_moviepy(flag: str) -> None:
-    """Exit with a one-line error if MoviePy, which a flag needs for videos, is not installed."""
-    check(importlib.util.find_spec("moviepy"), f"{flag} needs MoviePy: pip install moviepy")
-
-
-def check_flags(args: ScriptArgs) -> None:
-    """Exit with a one-line error if flags of all scripts do not fit each other or this machine."""
-    with one_line_for(StartupError, ValueError):
-        args.check(args.make_launcher(None))
-    if args.bind_address and args.bind_address not in dict(map(reversed, socket.if_nameindex())):
-        family = socket.AF_INET6 if ":" in args.bind_address else socket.AF_INET
-        where = f"--bind-address {args.bind_address}, port {args.port}"
-        with one_line_for(OSError, text=f"cannot listen on {where}"):
-            socket.create_server((args.bind_address, args.port), family=family).close()
-    has_next = args.port != 65535 or not (args.eval_interval or args.eval_video)
-    check(has_next, "--port 65535 leaves no next port for the worker that evaluates")
-    too_few = f"must be at least --num-workers {args.num_workers}"
-    check(args.num_envs >= args.num_workers, f"--num-envs {args.num_envs} {too_few}")
-    videos = {"--capture-video": args.capture_video, "--eval-video": args.eval_video}
-    for flag in filter(videos.get, videos):
-        gymnasium = args.env_backend == "gymnasium"
-        check(gymnasium, f"{flag} needs --env-backend gymnasium, not {args.env_backend}")
-        check_moviepy(flag)
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    needs = "--compile needs a C++ compiler, g++ or clang++, and there is none"
-    check(compiler or not getattr(args, "compile", False), needs)
-    episodes = args.eval_episodes or not args.eval_interval
-    check(episodes, "--eval-interval needs --eval-episodes")
-    threaded = args.env_backend == "envpool" or args.env_threads == 1
-    check(threaded, f"--env-threads needs --env-backend envpool, not {args.env_backend}")
+    defaults = vars(type(args)())
+    start = [*program, sys.argv[0]]
+    if submit := os.environ.get("CLUSTERENV_RESUME"):
+        start = shlex.split(submit)
+        defaults["worker_prefix"] = args.worker_prefix  # the job sets it itself
+    code = that_run_code(args).items()
+    flags = [f"{spell(name)}={value}" for name, value in code if value != defaults[name]]
+    return printable(shlex.join([*start, *flags, "--resume", directory]), most=10_000)

@@ -1,68 +1,55 @@
-"""Checkpoints of a training script: written completely or not at all, and unpickled as plain data.
+"""Checkpoints and models: whole files or none, one process for each run, and only plain data.
 
-A checkpoint is a file that `torch.save` writes. Its name holds its step and its SHA-256:
-``checkpoint-STEP-DIGEST.pt``.
+A checkpoint is a file ``checkpoint-STEP.pt`` that `torch.save` writes. A model is a file
+``EXP_NAME.cleanrl_model``, from which another program can use what a run has trained.
 """
 
 from __future__ import annotations
 
-import copy
 import errno
-import hashlib
+import fcntl
 import logging
 import os
 import random
 import re
-import stat
+import socket
+import sys
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
 import torch
 
-from clusterenv_runtime.errors import CheckpointError
+from .arguments import ScriptArgs
+from .errors import CheckpointError, RunLockedError
 
 logger = logging.getLogger(__name__)
+KEPT = 2  # the newest checkpoints, in case the last one is damaged
 PLAIN = bool, int, float, str, bytes
-_NAME = re.compile(r"checkpoint-(\d+)-([0-9a-f]{64})\.pt")
+_NAME = re.compile(r"checkpoint-(\d+)\.pt")
+Count = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 
-class _Entry(NamedTuple):
-    """A file that is named like a checkpoint."""
+class State(msgspec.Struct):
+    """The content of a checkpoint."""
 
-    step: int
-    time: int  # time of the last write, in nanoseconds; 0 if the file has been removed
-    path: Path
-    digest: str
-
-
-class _Hashed:
-    """A writable file, with the digest of the data written to it."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.flush = file.flush
-        self.digest = hashlib.sha256()
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        try:
-            return self._file.write(data)
-        except OSError as error:  # torch turns it into a RuntimeError without the reason
-            self.error = error
-            raise
+    args: dict[str, Any]
+    parts: dict[str, Any]
+    rng: dict[str, Any]
+    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    seconds: Count
+    waiting: Count
+    wandb_id: str | None
 
 
 class Counters(SimpleNamespace):
-    """A script's own numbers, for `Run.keep`.
-
-    ``Counters(gradient_steps=0)`` has an attribute ``gradient_steps``.
-    """
+    """A script's own numbers, for `Run.keep`: ``Counters(gradient_steps=0)``."""
 
     def state_dict(self) -> dict[str, Any]:
         # A checkpoint holds no numbers of NumPy, such as a sum of rewards.
@@ -73,87 +60,31 @@ class Counters(SimpleNamespace):
         vars(self).update(state)
 
 
-def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:
-    """Write ``state`` as a checkpoint, and keep the last two checkpoints.
+def save_checkpoint(directory: str | os.PathLike[str], state: State) -> None:
+    """Write a checkpoint, and keep the one before it.
 
-    ``state`` consists of tensors, numbers, strings, bytes, None, and containers of these types.
     Whenever this process or its machine dies, the directory holds the previous checkpoint or this
-    one. This checkpoint replaces any of the same ``step`` or of later steps.
+    one. This checkpoint replaces those of later steps.
 
     Raises:
-        TypeError: ``state`` holds something that `load_checkpoint` would refuse.
+        TypeError: the state holds something other than tensors, plain values, and their containers.
         OSError: the checkpoint cannot be written.
     """
-    _check(state, "state")
-    directory = Path(directory)
-    temporary = directory / "checkpoint.tmp"  # the next save replaces what a killed process left
-    with _on_disk(temporary) as file:
-        digest = dump(state, file)
-    path = directory / f"checkpoint-{step:012d}-{digest}.pt"
-    temporary.replace(path)
-    _fsync(directory)
-    others = [entry for entry in _checkpoints(directory) if entry.path != path]
-    replaced_by_it = [entry for entry in others if entry.step >= step]
-    before_it = [entry for entry in others if entry.step < step]
-    for entry in replaced_by_it + before_it[1:]:
+    held = {field: getattr(state, field) for field in state.__struct_fields__}
+    _check_plain(held, "state")
+    path = Path(directory, f"checkpoint-{state.global_step:012d}.pt")
+    with replaced(path) as file:
+        dump(held, file)
+    others = [other for other in _checkpoints(directory) if other != path]
+    later = [other for other in others if other > path]
+    for other in later + [each for each in others if each < path][KEPT - 1 :]:
         try:
-            entry.path.unlink(missing_ok=True)
+            other.unlink(missing_ok=True)
         except OSError as error:  # the new checkpoint is complete even if an old one stays
-            logger.warning("cannot remove the old checkpoint %s: %s", entry.path, error.strerror)
+            logger.warning("cannot remove the old checkpoint %s: %s", other, error.strerror)
 
 
-@contextmanager
-def as_checkpoint_error() -> Iterator[None]:
-    """Turn an OSError in this block into a `CheckpointError`."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(error.strerror or error) from None
-
-
-@contextmanager
-def replaced(path: str, syncs: bool = True) -> Iterator[BinaryIO]:
-    """Open a file that replaces ``path`` after this block, when all of it is on disk.
-
-    Without ``syncs`` the file does not wait for the disk, and may be empty after the machine
-    crashes.
-    """
-    temporary = Path(f"{path}.tmp")
-    with _on_disk(temporary, syncs) as file:
-        yield file
-    temporary.replace(path)
-
-
-@contextmanager
-def _on_disk(path: Path, syncs: bool = True) -> Iterator[BinaryIO]:
-    """Open a new file. After this block it is all on disk, or removed if an error occurred."""
-    try:
-        path.unlink(missing_ok=True)
-        with open(path, "xb") as file:  # "x" follows no link, which would overwrite another file
-            yield file
-            file.flush()
-            if syncs:
-                os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)  # frees its space, because the disk may be full
-        raise
-
-
-def dump(state: dict[str, Any], file: BinaryIO) -> str:
-    """Write a state to a file, and return the SHA-256 of the data written.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    hashed = _Hashed(file)
-    try:
-        torch.save(state, hashed)
-    except RuntimeError as error:
-        raise hashed.error or error from None
-    return hashed.digest.hexdigest()
-
-
-def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
+def load_checkpoint(directory: str | os.PathLike[str]) -> State:
     """Return the newest undamaged state in ``directory``, with its tensors on the CPU.
 
     The run may be training, and may replace its checkpoints during the call.
@@ -162,103 +93,114 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: there is no such run, or it has no undamaged checkpoint.
     """
     if not os.path.isdir(directory):
-        raise CheckpointError(f"there is no run {directory}")
-    passed = set[_Entry]()
+        raise CheckpointError(f"there is no run {directory}{_runs_beside(directory)}")
+    passed: set[tuple[Path, int]] = set()
     while True:  # list again after each failure, because a live run may have saved
-        entries = _checkpoints(Path(directory))
-        entry = next((entry for entry in entries if entry not in passed), None)
-        if entry is None:
-            damaged = f"all {len(entries)} checkpoints in {directory} are damaged"
-            raise CheckpointError(damaged if entries else f"there is no checkpoint in {directory}")
-        passed.add(entry)
+        found = [(path, _written(path)) for path in _checkpoints(directory)]
+        path, written = next((each for each in found if each not in passed), (None, 0))
+        if path is None:
+            damaged = f"all {len(found)} checkpoints in {directory} are damaged"
+            raise CheckpointError(damaged if found else f"there is no checkpoint in {directory}")
+        passed.add((path, written))
         try:
-            with open(entry.path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == entry.digest:
-                    file.seek(0)
-                    return torch.load(file, map_location="cpu", weights_only=True)
-            problem = "it is damaged"
+            return msgspec.convert(load(path), State)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 continue  # the run has removed it, because there is a newer one
             problem = error.strerror
+        except msgspec.ValidationError as error:
+            problem = f"it is not a run's checkpoint: {error}"
         except Exception as error:  # of any kind; a stranger's file can choose the text
-            problem = f"it is not a run's checkpoint ({type(error).__name__})"
-        logger.warning("skipped the checkpoint %s: %s", entry.path, problem)
+            problem = f"it is damaged, or not a checkpoint ({type(error).__name__})"
+        logger.warning("skipped the checkpoint %s: %s", path, problem)
 
 
 def has_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    return os.path.isdir(directory) and bool(_checkpoints(Path(directory)))
+    return os.path.isdir(directory) and bool(_checkpoints(directory))
 
 
-class _State(msgspec.Struct):
-    """The content of every checkpoint; see `Run.save`."""
-
-    args: dict[str, Any]
-    parts: dict[str, Any]
-    rng: dict[str, Any]
-    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
-    wandb_id: str | None
-    waiting: Annotated[float, msgspec.Meta(ge=0, lt=2**53)] = 0.0
+def load(path: str | os.PathLike[str]) -> Any:
+    """Return what a file of `torch.save` holds: plain data, because it may be a stranger's."""
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip():  # torch itself compares no checksums
+            raise zipfile.BadZipFile
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def check_run(state: Any) -> None:
-    """Raise CheckpointError if a state is not one that `Run` saves. The parts check themselves."""
-    try:
-        msgspec.convert(state, _State)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"it is not a run's checkpoint: {error}") from None
+def save_model(directory: str, state: dict[str, Any], args: ScriptArgs, kind: str = "") -> None:
+    """Write a model: its ``state_dict``, the run's flags, and the name of the script's file.
 
-
-def load_part(part: Any, state: dict[str, Any]) -> None:
-    """Restore a part of a run from its ``state_dict``, which anyone may have made.
+    ``kind`` is part of the file's name: ``.best``, or empty for the last model.
 
     Raises:
-        Exception: the state does not fit the part. The type depends on the part.
+        OSError: the file cannot be written. The previous file stays.
     """
-    if isinstance(part, torch.optim.Optimizer):
-        _check_optimizer(part, state)
-    part.load_state_dict(state)
+    saved = {"model": state, "args": asdict(args), "script": os.path.basename(sys.argv[0])}
+    with replaced(f"{directory}/{args.exp_name}{kind}.cleanrl_model") as file:
+        dump(saved, file)
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Raise ValueError if ``state`` cannot be a ``state_dict`` of this optimizer.
-
-    Torch checks little, and its fused kernels would write out of bounds.
-    """
-    fresh = copy.deepcopy(optimizer)
-    for group in fresh.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    fresh.step()  # so that it has all of its state
-    expected = fresh.state_dict()
-    # The saved optimizer has no state for parameters that have had no gradient.
-    expected["state"] = {
-        key: kept for key, kept in expected["state"].items() if key in state["state"]
-    }
-    if _form(state) != _form(expected):
-        raise ValueError("its state does not match an optimizer of these parameters")
+def is_finite(model: torch.nn.Module) -> bool:
+    """Return whether all weights of a model are finite. Its buffers may be masks of infinities."""
+    return all(bool(weight.isfinite().all()) for weight in model.parameters())
 
 
-def _form(tree: Any) -> Any:
-    """Return a tree's form: its keys and types, and its tensors' shapes, dtypes and contiguity."""
-    if isinstance(tree, torch.Tensor):
-        return tree.shape, tree.dtype, tree.is_contiguous()
-    if isinstance(tree, dict):
-        return {key: _form(item) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree), [_form(item) for item in tree]
-    return type(tree)
+@contextmanager
+def replaced(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file that replaces ``path`` after this block, when all of it is on disk."""
+    path = Path(path)
+    # The next file replaces what a killed process has left.
+    temporary = path.with_name("checkpoint.tmp" if path.suffix == ".pt" else f"{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb") as file:  # "x" follows no link, which would overwrite a file
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # frees its space, because the disk may be full
+        raise
+    temporary.replace(path)
+    handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def _check(value: Any, where: str) -> None:
+class _Telling:
+    """A file that remembers its error, which torch turns into a RuntimeError without the reason."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.flush = file, file.flush
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def dump(state: dict[str, Any], file: BinaryIO) -> None:
+    """Write a state to a file. Raises OSError if that fails."""
+    telling = _Telling(file)
+    try:
+        torch.save(state, telling)
+    except RuntimeError as error:
+        raise telling.error or error from None
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """Raise TypeError if `load` would refuse the value."""
     if isinstance(value, dict):
         for key, item in value.items():
-            _check(key, f"a key of {where}")
-            _check(item, f"{where}[{key!r}]")
+            _check_plain(key, f"a key of {where}")
+            _check_plain(item, f"{where}[{key!r}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            _check(item, f"{where}[{index}]")
+            _check_plain(item, f"{where}[{index}]")
     elif type(value) is bytes and not value:
         raise TypeError(f"a checkpoint cannot hold {where}: torch does not load empty bytes")
     elif not isinstance(value, torch.Tensor | None) and type(value) not in PLAIN:
@@ -266,36 +208,56 @@ def _check(value: Any, where: str) -> None:
         raise TypeError(f"a checkpoint cannot hold {where}, which is a {kind}")
 
 
-def _checkpoints(directory: Path) -> list[_Entry]:
-    """Return the files in ``directory`` that are named like checkpoints, newest first."""
-    found = []
-    for name in os.listdir(directory):
-        if (match := _NAME.fullmatch(name)) is None:
-            continue
-        path = directory / name
-        time = 0
-        with suppress(FileNotFoundError):  # a live run may have removed it
-            info = path.stat()
-            if not stat.S_ISREG(info.st_mode):
-                continue
-            time = info.st_mtime_ns
-        found.append(_Entry(int(match[1]), time, path, match[2]))
-    return sorted(found, reverse=True)
+def _checkpoints(directory: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in a directory, newest first."""
+    paths = [Path(directory, name) for name in os.listdir(directory) if _NAME.fullmatch(name)]
+    return sorted((path for path in paths if path.is_file()), reverse=True)
 
 
-def _fsync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
+def _written(path: Path) -> int:
+    """Return when a file was written, in nanoseconds; 0 if a live run has removed it."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def _runs_beside(directory: str | os.PathLike[str]) -> str:
+    parent = Path(directory).absolute().parent
+    names = (
+        sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    )
+    return f"; there are {', '.join(names[:10])}" if names else ""
+
+
+def lock(directory: str | os.PathLike[str]) -> None:
+    """Keep other processes from training the run in ``directory`` until this process ends.
+
+    The file ``lock`` there names this process, and remains. Locking again changes nothing.
+
+    Raises:
+        RunLockedError: another process, here or on a machine that shares the directory, trains the
+            run.
+        OSError: the file cannot be written.
+    """
+    # The lock belongs to the process, so children do not inherit it, and it is gone as soon as this
+    # process closes any descriptor of the file: so none is closed here, also not one that failed.
+    # Through a link another file would be emptied.
+    file = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        who = os.read(file, 1000).decode(errors="replace") or "another process"
+        raise RunLockedError(f"{directory} is being trained by {who}") from None
+    except OSError as error:
+        text = "cannot keep other processes from training %s: %s"
+        logger.warning(text, directory, error.strerror)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of this process's random number generators.
-
-    They are Python's, NumPy's, and torch's on each device.
-    """
+    """Return the states of Python's, NumPy's, and on each device torch's random numbers."""
     name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy = [name, keys.tolist(), *rest]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+from typing import NoReturn
 
 import zmq
 
 from clusterenv_runtime.head.transport import listening_address
 
 from .arguments import ScriptArgs
+from .progress import say
+
+
+def show_workers(args: ScriptArgs, log_dir: str) -> NoReturn:
+    """Print the workers' commands, one per line, and end the process."""
+    say("\n".join(worker_commands(args, log_dir)))
+    raise SystemExit
 
 
 def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:

@@ -1,116 +1,72 @@
-"""The logs of a run: TensorBoard's, which resume after a full disk, and those of W&B."""
+"""What a run leaves: the logs of TensorBoard and Weights & Biases, its curve, and its summary."""
 
 from __future__ import annotations
 
-import logging
+import math
 import os
-import tempfile
-import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, BinaryIO
 
 import msgspec
-import torch
+import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_runtime.errors import one_line
 
-from .checks import check, one_line_for
-from .curve import LearningCurve
-from .summary import as_json
+from .checkpoint import replaced
+from .errors import ScriptError, one_line_for
 
-logger = logging.getLogger(__name__)
 FLUSH_S = 10  # seconds between flushes, after which other programs can read the logs
 
 
-class Logs:
-    """The logs of a run, and its learning curve.
+def open_writer(directory: str, args: Any, step: int, is_new: bool) -> SummaryWriter:
+    """Return a writer of logs to a run's directory, with its flags as a table.
 
-    If the logs cannot be started, exit with a one-line error.
-
-    Args:
-        directory: the run's directory.
-        args: the script's arguments, to be logged.
-        step: the number of steps that the run has done.
-        is_new: whether the run is new. Otherwise logs after ``step`` no longer count.
-        wandb_id: the run's id in W&B, if it has one.
+    A resumed run drops the logs after its checkpoint's ``step``.
     """
-
-    def __init__(
-        self, directory: str, args: Any, step: int, is_new: bool, wandb_id: str | None
-    ) -> None:
-        self.curve = LearningCurve()
-        name = os.path.relpath(directory, "runs")
-        self.wandb = start_wandb(args, name, wandb_id) if args.track else None
-        with one_line_for(OSError, text=f"cannot write to {directory}"):
-            self.writer = open_logs(directory, step if is_new else step + 1)
-        table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
-        self.writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", step)
-
-    @property
-    def wandb_id(self) -> str | None:
-        return self.wandb.id if self.wandb else None
-
-    def add_group(self, group: str, scalars: dict[str, torch.Tensor | float], step: int) -> None:
-        """Log scalars as ``group/name``: numbers, and tensors with one copy from their device."""
-        tensors = {name: each for name, each in scalars.items() if isinstance(each, torch.Tensor)}
-        values = torch.stack([*tensors.values()]).tolist() if tensors else []
-        for name, value in {**scalars, **dict(zip(tensors, values, strict=True))}.items():
-            self.writer.add_scalar(f"{group}/{name}", value, step)
-
-    def add_times(self, collect_start: float, learn_start: float, step: int) -> None:
-        """Log how long an iteration waited for its batch, and how long it has learned since."""
-        self.writer.add_scalar("time/collect", learn_start - collect_start, step)
-        self.writer.add_scalar("time/learn", time.monotonic() - learn_start, step)
-
-    def add_summary(self, summary: dict[str, Any]) -> None:
-        """Send the run's summary to W&B, if W&B tracks the run."""
-        if self.wandb:
-            self.wandb.summary.update(msgspec.json.decode(as_json(summary)))
-
-
-def open_logs(directory: str, purge_step: int) -> SummaryWriter:
-    """Return a writer of logs to ``directory``. Logs there from ``purge_step`` on no longer count.
-
-    Raises:
-        OSError: the directory cannot be written. Later, `EventFiles` only warns of such an error.
-    """
-    writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=FLUSH_S)
-    writer.file_writer.event_writer = EventFiles(writer.file_writer.event_writer)
+    with one_line_for(OSError, text=f"cannot write to {directory}"):
+        purge_step = step if is_new else step + 1
+        writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=FLUSH_S)
+    table = "\n".join([f"|{key}|{value}|" for key, value in vars(args).items()])
+    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", step)
     return writer
 
 
+class NoWriter(nullcontext):
+    """Stands in for a `SummaryWriter` where another learner writes. Its methods write nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
 @contextmanager
-def _in_one_line() -> Iterator[Any]:
-    """Import W&B. Exit with a one-line error if this block raises one of W&B's own errors."""
+def _wandb() -> Iterator[Any]:
+    """Import W&B, and turn its own errors in this block into a `ScriptError`."""
     import wandb
 
     try:
         yield wandb
     except wandb.Error as error:
         says = one_line(error).rstrip(".")
-        check(False, f"--track: {says}; without an account, WANDB_MODE=offline logs into files")
+        hint = "without an account, WANDB_MODE=offline logs into files"
+        raise ScriptError(f"--track: {says}; {hint}") from error
 
 
 def log_in() -> None:
-    """Log in to Weights & Biases, which asks for the key on a terminal.
-
-    If that fails, exit with a one-line error.
-    """
+    """Log in to Weights & Biases, which asks for the key on a terminal."""
     if os.environ.get("WANDB_MODE", "online") == "online":
-        with _in_one_line() as wandb:
+        with _wandb() as wandb:
             wandb.login()
 
 
 def start_wandb(args: Any, name: str, id: str | None) -> Any:
-    """Return the run ``name`` in Weights & Biases, or exit with a one-line error.
+    """Return the run ``name`` in Weights & Biases. If one has that ``id`` already, it continues.
 
-    If a run has that ``id`` already, it continues. Videos are not uploaded, because W&B's patch of
-    `RecordVideo` does not support Gymnasium 1.
+    Videos are not uploaded, because W&B's patch of `RecordVideo` does not support Gymnasium 1.
     """
-    with _in_one_line() as wandb:
+    with _wandb() as wandb:
         run = wandb.init(
             project=args.wandb_project_name, entity=args.wandb_entity, name=name, id=id,
             config=vars(args), save_code=True, sync_tensorboard=True, resume="allow",
@@ -119,52 +75,107 @@ def start_wandb(args: Any, name: str, id: str | None) -> Any:
     return run
 
 
-class EventFiles:
-    """Replaces a `SummaryWriter`'s event file, and warns where that one would raise.
+class LearningCurve:
+    """Collects episodes and the points of the curve.
 
-    Events that cannot be written are lost. TensorBoard's own file raises its first error again on
-    every call. Here, each `flush` after an error tries to begin a new file.
+    Attributes:
+        points: for each report (global_step, mean return of the last 100 episodes, pulls per
+            worker, policy versions).
+        evaluations: (global_step, mean return) of each evaluation during training.
     """
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._begin = type(file)
-        self._directory = file.get_logdir()
+    def __init__(self) -> None:
+        self.points: list[tuple[int, float, float, int]] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self._recent_returns: deque[float] = deque(maxlen=100)
+        self._returns: list[float] = []  # of the episodes since the last point
+        self._lengths: list[int] = []
 
-    def get_logdir(self) -> str:
-        return self._directory
+    def add_episodes(self, returns: np.ndarray, lengths: np.ndarray) -> None:
+        self._recent_returns.extend(returns.tolist())
+        self._returns += returns.tolist()
+        self._lengths += lengths.tolist()
 
-    def add_event(self, event: Any) -> None:
-        if self._file is not None:
-            self._attempt(self._file.add_event, event)
+    def add_point(self, global_step: int, pulls: float, versions: int) -> dict[str, float]:
+        """Add a point. Return the scalars to log, by name."""
+        self.points.append((global_step, self.mean_return, pulls, versions))
+        scalars = {"charts/mean_return_100": self.mean_return}
+        if self._returns:
+            scalars["charts/episodic_return"] = float(np.mean(self._returns))
+            scalars["charts/episodic_length"] = float(np.mean(self._lengths))
+        self._returns, self._lengths = [], []
+        return scalars
 
-    def flush(self) -> None:
-        self._attempt(self._begin_again if self._file is None else self._file.flush)
+    @property
+    def mean_return(self) -> float:
+        """The mean return of the last 100 episodes; NaN before the first episode."""
+        return float(np.mean(self._recent_returns)) if self._recent_returns else float("nan")
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._attempt(self._file.close)
+    @property
+    def best_return(self) -> float:
+        """The highest mean return of an evaluation; minus infinity before the first evaluation."""
+        return max((mean for _, mean in self.evaluations), default=-math.inf)
 
-    def _begin_again(self) -> None:
-        # An event file that cannot be begun would stay, empty. So try a temporary file first.
-        with tempfile.TemporaryFile(dir=self._directory) as probe:
-            probe.write(bytes(2**16))
-        self._file = self._begin(self._directory)
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "points": self.points, "evaluations": self.evaluations,
+            "recent": list(self._recent_returns), "returns": self._returns,
+            "lengths": self._lengths,
+        }  # fmt: skip
 
-    def _attempt(self, write: Callable[..., None], *args: Any) -> None:
-        try:
-            write(*args)
-        except OSError as error:
-            if self._file is not None:
-                text = "no TensorBoard logs in %s until the next checkpoint: %s"
-                logger.warning(text, self._directory, error.strerror or error)
-            self._file = None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.points = msgspec.convert(state["points"], list[tuple[int, float, float, int]])
+        self.evaluations = msgspec.convert(state["evaluations"], list[tuple[int, float]])
+        self._returns = msgspec.convert(state["returns"], list[float])
+        self._lengths = msgspec.convert(state["lengths"], list[int])
+        self._recent_returns.extend(msgspec.convert(state["recent"], list[float]))
+
+    def plot(self, title: str, file: BinaryIO) -> None:
+        # The import takes half a second, which a run need not wait for at its start.
+        from matplotlib.figure import Figure
+
+        steps, returns, pulls, versions = np.array(self.points).reshape(-1, 4).T
+        figure = Figure(figsize=(7, 5.5), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+        top.plot(steps, returns, color="#0072B2", label="last 100 episodes")
+        if self.evaluations:
+            top.plot(*zip(*self.evaluations, strict=True), "o-", color="#009E73", label="evaluated")
+        top.legend(frameon=False)
+        top.set(title=title, ylabel="mean return")
+        bottom.plot(steps, versions, "--", color="#555555", label="policy versions")
+        bottom.plot(steps, pulls, color="#D55E00", label="pulls per worker")
+        bottom.set(xlabel="environment steps", ylabel="cumulative number")
+        bottom.legend(frameon=False)
+        figure.savefig(file, dpi=150)
 
 
-def _report(args: Any, usual: Callable[[Any], None] = threading.excepthook) -> None:
-    # TensorBoard raises the errors of its threads in the thread that logs, too.
-    if not type(args.thread).__module__.startswith("tensorboard."):
-        usual(args)
+def summary_of(
+    args: Any, envs: dict[str, Any], curve: LearningCurve, eval_returns: np.ndarray
+) -> dict[str, Any]:
+    """Return a run's summary, from its flags, the state of its `ClusterEnv`, its learning curve and
+    the returns of its final evaluation.
+    """
+    mean, deviation = None, None
+    if len(eval_returns):
+        mean, deviation = float(eval_returns.mean()), float(eval_returns.std())
+    return {
+        "mean_return_100": curve.mean_return, "evaluations": curve.evaluations,
+        "pulls_per_worker": envs["pulls"] / envs["workers"], "sync_bytes": envs["sync_bytes"],
+        "eval_return_mean": mean, "eval_return_std": deviation,
+        "kl_threshold": args.kl_threshold, "seed": args.seed, "env_id": args.env_id,
+        "worker_restarts": envs["restarts"], "args": vars(args),
+    }  # fmt: skip
 
 
-threading.excepthook = _report
+def write_results(directory: str, summary: dict[str, Any], curve: LearningCurve) -> None:
+    """Write ``summary.json`` and ``learning_curve.png`` of a run. Raises OSError if that fails."""
+    args = summary["args"]
+    with replaced(f"{directory}/summary.json") as file:
+        file.write(msgspec.json.format(as_json(summary), indent=2))
+    with replaced(f"{directory}/learning_curve.png") as file:
+        curve.plot(f"{args['exp_name']} on {args['env_id']}, seed {args['seed']}", file)
+
+
+def as_json(summary: dict[str, Any]) -> bytes:
+    """Return a summary as JSON, with null in place of numbers that are not finite."""
+    return msgspec.json.encode(summary, enc_hook=float)  # for NumPy's numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,59 +15,35 @@ import torch
 from rich import progress
 from rich.console import Console
 
-from .output import print_line
+from .checkpoint import State
 
 FIRST_WORD_S = 5.0  # seconds before a slow operation is first reported
+TOLD = "clusterenv_runtime.env", "clusterenv_runtime.head.pool.waits"  # loggers
 
 
 def say(text: str) -> None:
     """Print a line if possible: a full disk or a lost terminal must not end a run."""
     with suppress(OSError):
-        print_line(text)
+        try:
+            print(text, flush=True)
+        except UnicodeEncodeError:  # the output's encoding lacks a character of a file's name
+            sys.stdout.buffer.write(os.fsencode(f"{text}\n"))
+            sys.stdout.buffer.flush()
 
 
-class _Telling(logging.Handler):
-    """Passes on log messages, for example how long the workers took to start."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        super().__init__()
-        self._tell = tell
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._tell(record.getMessage())
-
-
-def size_of(args: Any) -> int:
-    """Return the number of steps in an iteration, or 0 if the script does not define it."""
-    # DQN's batch_size is that of its batches from the replay buffer.
-    return getattr(args, "chunk_size", 0) or getattr(args, "batch_size", 0)
-
-
-def start_of(args: Any, directory: str, saved: dict[str, Any]) -> str:
+def start_of(args: Any, directory: str, saved: State | None) -> str:
     """Return a description of a run, with the step and changed flags if it resumes ``saved``."""
-    number = getattr(args, "num_iterations", 0)
-    plurals = ["s" * (each > 1) for each in (args.num_envs, args.num_workers, number)]
-    envs = f"{args.num_envs} environment{plurals[0]}"
-    texts = [f"{directory}: {envs} on {args.num_workers} worker{plurals[1]}"]
-    size = size_of(args)
-    if number and size:
-        iterations = f"{number:,} iteration{plurals[2]}"
-        texts.append(f"{iterations} of {size:,} steps, {number * size:,} in all")
     device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
-    text = f"{', '.join(texts)}; learning on {device}"
-    if not saved:
+    envs = f"{args.num_envs} environments on {args.num_workers} workers"
+    text = f"{directory}: {envs}, {args.total_timesteps:,} steps in all; learning on {device}"
+    if saved is None:
         return text
     changes = [
         f"{name} {before} -> {getattr(args, name)}"
-        for name, before in saved["args"].items()
+        for name, before in saved.args.items()
         if name != "resume" and before != getattr(args, name)
     ]
-    step, total = saved["global_step"], saved["args"]["total_timesteps"]
-    if getattr(args, "anneal_lr", False) and total != args.total_timesteps:
-        before = saved["args"]["learning_rate"] * max(1 - step / total, 0)
-        now = args.learning_rate * (1 - step / args.total_timesteps)
-        changes.append(f"the annealed learning rate {before:.3g} -> {now:.3g}")
-    return "; ".join([f"{text}\nresuming at step {step:,}", *changes])
+    return "; ".join([f"{text}\nresuming at step {saved.global_step:,}", *changes])
 
 
 def status_of(
@@ -88,8 +65,19 @@ def end_of(summary: dict[str, Any], directory: str) -> str:
     return f"{steps}\nmean return {summary['mean_return_100']:.1f}{also}; see {directory}"
 
 
+class _Telling(logging.Handler):
+    """Passes on log messages, for example how long the workers took to start."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
+
+
 class Progress:
-    """Shows the progress of a run, unless ``is_quiet``."""
+    """Shows the progress of a run, unless ``is_quiet``. `close` ends it."""
 
     def __init__(self, is_quiet: bool = False) -> None:
         console = Console(quiet=is_quiet or not sys.stdout.isatty())
@@ -103,11 +91,14 @@ class Progress:
         self._number = self._printed = 0
         self._is_quiet = is_quiet
         self.expect("starting")
-        if not is_quiet:
-            for name, tell in ("env", say), ("head.pool.waits", self.tell):
-                log = logging.getLogger(f"clusterenv_runtime.{name}")
-                log.setLevel(logging.INFO)
-                log.handlers = [_Telling(tell)]
+        tells = [] if is_quiet else [say, self.tell]
+        self._handlers = [
+            (logging.getLogger(name), _Telling(tell))
+            for name, tell in zip(TOLD, tells, strict=False)
+        ]
+        for log, handler in self._handlers:
+            log.setLevel(logging.INFO)
+            log.addHandler(handler)
 
     def expect(self, what: str) -> None:
         """Set the operation that `tell` reports on, until the next `show`."""
@@ -136,11 +127,7 @@ class Progress:
         self._number = number
         self._printed = done * 20 // number
         self.expect("collecting the first rollout")
-
-    def end(self) -> None:
-        """End the bar. An evaluation may follow."""
-        self.bar.stop()
-        self.expect("evaluating")
+        self.bar.start()
 
     def show(self, iteration: int, status: str) -> None:
         self.expect("")
@@ -148,3 +135,13 @@ class Progress:
         if self._prints and iteration * 20 // self._number > self._printed:
             self._printed = iteration * 20 // self._number
             say(status)
+
+    def end(self) -> None:
+        """End the bar. An evaluation may follow."""
+        self.bar.stop()
+        self.expect("evaluating")
+
+    def close(self) -> None:
+        self.bar.stop()
+        for log, handler in self._handlers:
+            log.removeHandler(handler)

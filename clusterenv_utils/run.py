@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
-from clusterenv_runtime.env import ClusterEnv
-from clusterenv_runtime.errors import CheckpointError
-from clusterenv_runtime.policy.base import Policy
-from clusterenv_runtime.rollout import Rollout
+from clusterenv_runtime import ClusterEnv, Policy, Rollout
+from clusterenv_runtime.errors import one_line
 
-from .arguments import ScriptArgs, check_flags
-from .checkpoint import as_checkpoint_error, rng_state, save_checkpoint, set_rng_state
-from .checks import check, check_finite, one_line_for
-from .directory import RunDirectory
-from .dry_run import worker_commands
-from .environments import env_setup
+from .arguments import ScriptArgs, check_flags, resume_command, resumed_flags
+from .checkpoint import (
+    State,
+    has_checkpoint,
+    is_finite,
+    load_checkpoint,
+    lock,
+    rng_state,
+    save_checkpoint,
+    save_model,
+    set_rng_state,
+)
+from .dry_run import show_workers
+from .errors import (
+    CheckpointError,
+    ScriptError,
+    check,
+    check_finite,
+    one_line_for,
+    one_line_for_environments,
+)
 from .evaluation import Evaluations
-from .logs import Logs, log_in
-from .model import save_model
-from .output import print_line
-from .progress import Progress, end_of, say, size_of, start_of, status_of
-from .resume import flags_of, name_of, resume_command
+from .logs import (
+    FLUSH_S,
+    LearningCurve,
+    NoWriter,
+    as_json,
+    log_in,
+    open_writer,
+    start_wandb,
+    summary_of,
+    write_results,
+)
+from .progress import Progress, end_of, say, start_of, status_of
 from .signals import Signals
-from .status import StatusFile
-from .stream import chunks
-from .summary import summary_of, write_results
+from .stream import ready_chunks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 
 
 class Run:
@@ -50,7 +69,7 @@ class Run:
         run = Run(parse(Args))
         args = run.args  # with --resume the run's flags, except for those given now
         writer = run.begin()  # --dry-run ends here
-        with env_setup(run):
+        with run.setup():
             envs = run.keep("envs", ClusterEnv(...))
         agent = run.keep("agent", Agent(envs))
         with run.training(envs, agent, policy):
@@ -62,69 +81,135 @@ class Run:
     Args:
         args: the flags of the command line, as `parse` returns them.
         fixed: the names of the flags that must not change when the run is resumed.
+        rank: of several learners, which share the run, this one's number. Learner 0 alone writes
+            the run's files.
+        program: the command that runs the script, up to its name.
 
     Attributes:
         args: the flags of the run.
+        path: the run's directory.
         global_step: the environment steps so far, which the script or `stream` counts.
         waiting: the seconds spent waiting for chunks.
-        video_name: the ``run_name`` to pass to `make_env`.
+        stops: whether this iteration is the last one. `report` sets it after --max-seconds.
+        video_name: the ``run_name`` to pass to `make_env`. A resumed run has a new one.
     """
 
-    has_learners = False  # whether torchrun may have started several processes
-    writes = True  # whether this process writes the logs and files
-    program = ("python",)  # the command that runs the script
-
-    def __init__(self, args: ScriptArgs, fixed: Iterable[str] = ()) -> None:
-        if not self.has_learners:
-            _check_is_alone()
-        name = _new_name(args) if args.resume is None else name_of(args.resume, args.run_name)
-        self.directory = RunDirectory(f"runs/{name}")
-        if args.resume is not None:
-            self.directory.load(locks=self.writes and not args.dry_run)
-            args = flags_of(self.directory.saved, args, [*ALWAYS_FIXED, *fixed])
+    def __init__(
+        self,
+        args: ScriptArgs,
+        fixed: Iterable[str] = (),
+        rank: int | None = None,
+        program: Iterable[str] = ("python",),
+    ) -> None:
+        alone = f"{sys.argv[0]} has one learner, and torchrun starts several: see docs/learners.md"
+        check(rank is not None or "TORCHELASTIC_RUN_ID" not in os.environ, alone)
+        self._writes, self._program = not rank, program
+        self.parts: dict[str, Any] = {}
+        self._saved: State | None = None
+        if args.resume is None:
+            self.path = f"runs/{args.run_name or new_name(args)}"
+        else:
+            self.path = _resumed_path(args)
+            with one_line_for(OSError, text=f"cannot write to {self.path}"):
+                # Lock first, because the lock's holder may be about to write the next checkpoint.
+                if self._writes and not args.dry_run and os.path.isdir(self.path):
+                    lock(self.path)
+                self._saved = load_checkpoint(self.path)
+            args = resumed_flags(self._saved.args, args, fixed)
         if args.num_envs is None:
             args.num_envs = args.num_workers * args.envs_per_worker
         check_flags(args)
         self.args = cast(Any, args)  # the script's class has more fields
-        self.global_step: int = self.directory.saved.get("global_step", 0)
-        self.waiting: float = self.directory.saved.get("waiting", 0.0)
-        done = f"the {self.global_step} steps that {args.resume} has done"
+        self.name = os.path.relpath(self.path, "runs")
+        self.global_step = self._saved.global_step if self._saved else 0
+        self.waiting = self._saved.waiting if self._saved else 0.0
+        self.video_name = f"{self.name}/from-{self.global_step}" if self._saved else self.name
+        self.stops = False
         total = f"--total-timesteps {self.args.total_timesteps}"
+        done = f"the {self.global_step} steps that {args.resume} has done"
         check(self.args.total_timesteps >= self.global_step, f"{total} must be at least {done}")
 
-    def begin(self) -> SummaryWriter:
-        """Create the run's directory and return the writer of its logs; --dry-run exits here."""
-        args, saved = self.args, self.directory.saved
+    def begin(self) -> Any:
+        """Create the run's directory, which no two runs share, and return the writer of its logs.
+
+        --dry-run prints the workers' commands and ends here.
+        """
+        args, step = self.args, self.global_step
+        total = f"--total-timesteps {args.total_timesteps}"
+        check(getattr(args, "num_iterations", 1), f"{total} is less than one iteration")
         if args.dry_run:
-            print_line("\n".join(worker_commands(args, f"{self.directory.path}/workers")))
-            sys.exit()
-        if args.track and self.writes:
+            show_workers(args, f"{self.path}/workers")
+        if args.track and self._writes:
             log_in()
-        self._signals = Signals(speaks=self.writes)
-        self._make_directory()
-        self.video_name = _video_name(self)
-        self.logs = self._open_logs(self.global_step, not saved, saved.get("wandb_id"))
-        self.keep("curve", self.logs.curve)
-        self._progress = Progress(is_quiet=not self.writes)
-        self._status = StatusFile(self)
-        if self.writes:
-            say(start_of(args, self.directory.path, saved))
-        return self.logs.writer
+        self._signals = Signals(speaks=self._writes)
+        self._is_new = False
+        if self._writes:
+            self._make_directory()
+        self.curve = self.keep("curve", LearningCurve())
+        self._wandb = None
+        if args.track and self._writes:
+            self._wandb = start_wandb(args, self.name, self._saved and self._saved.wandb_id)
+        is_new = self._saved is None
+        self.writer: Any = (
+            open_writer(self.path, args, step, is_new) if self._writes else NoWriter()
+        )
+        self._progress = Progress(is_quiet=not self._writes)
+        if self._writes:
+            say(start_of(args, self.path, self._saved))
+        return self.writer
 
     def _make_directory(self) -> None:
-        self.directory.make(may_exist=self.args.run_name is not None)
+        is_resumed, may_exist = self._saved is not None, self.args.run_name is not None
+        with one_line_for(OSError, text=f"cannot write to {self.path}"):
+            self._is_new = not os.path.exists(self.path)
+            os.makedirs(self.path, exist_ok=is_resumed or may_exist)
+            lock(self.path)
+        to_go_on = f"to resume it: --resume {self.path}, otherwise choose another --run-name"
+        has_begun = f"{self.path} has already begun; {to_go_on}"
+        check(is_resumed or not has_checkpoint(self.path), has_begun)
 
-    def _open_logs(self, step: int, is_new: bool, wandb_id: str | None) -> Logs:
-        return Logs(self.directory.path, self.args, step, is_new, wandb_id)
+    @contextmanager
+    def setup(self) -> Iterator[None]:
+        """Make the environments in this block, and check their spaces.
+
+        If flags are wrong, remove the directory of a new run, and raise a `ScriptError`.
+        """
+        try:
+            with one_line_for_environments(self.args):
+                yield
+        except ScriptError:
+            if self._is_new:
+                shutil.rmtree(self.path, ignore_errors=True)
+                with suppress(OSError):  # the parent directory holds other runs
+                    os.rmdir(os.path.dirname(self.path))
+            raise
 
     def options(self) -> dict[str, Any]:
         """Return the options of the run's `ClusterEnv`: its flags, and where its workers log."""
-        return {**self.args.options(), "log_dir": f"{self.directory.path}/workers"}
+        return {**self.args.options(), "log_dir": f"{self.path}/workers"}
 
     def keep(self, name: str, part: T) -> T:
-        """Have checkpoints hold the state of ``part``. Return it, restored in a resumed run."""
-        self.directory.keep(name, part)
+        """Have checkpoints hold the state of ``part``. Return it, restored in a resumed run.
+
+        The part has the methods ``state_dict`` and ``load_state_dict``.
+        """
+        if name in self.parts:
+            raise ValueError(f"there is a part {name!r} already")
+        self.parts[name] = part
+        if self._saved:
+            parts = self._saved.parts
+            of_another = f"{self.path} is from another version of this script"
+            check(name in parts, f"{of_another}: it has no {name!r}")
+            self._restore(name, lambda: cast(Any, part).load_state_dict(parts[name]))
         return part
+
+    def _restore(self, name: str, load: Callable[[], object]) -> None:
+        """Load a piece of the checkpoint, which anyone may have made."""
+        try:
+            load()
+        except Exception as error:
+            why = f"its {name!r} does not fit: {one_line(error)}"
+            raise ScriptError(f"{self.path} cannot be resumed: {why}") from error
 
     def save(self) -> None:
         """Write a checkpoint, and with --save-model the model.
@@ -132,21 +217,33 @@ class Run:
         Raises:
             CheckpointError: a file cannot be written, or the weights are not finite.
         """
-        self._unwritten: Any = None
-        # Logs up to here belong to this checkpoint. A resumed run drops later logs.
-        self.logs.writer.flush()
-        self._unwritten = {
-            "parts": self.directory.state_dicts(), "rng": rng_state(), "args": asdict(self.args),
-            "global_step": self.global_step, "seconds": self.seconds,
-            "wandb_id": self.logs.wandb_id, "waiting": self.waiting,
-        }  # fmt: skip
+        self._unwritten: State | None = None
+        if not self._writes:
+            return
+        for part in self.parts.values():
+            if isinstance(part, torch.nn.Module) and not is_finite(part):
+                raise CheckpointError("the weights are not finite")
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        wandb_id = self._wandb.id if self._wandb else None
+        self._unwritten = State(
+            asdict(self.args), parts, rng_state(), self.global_step, self.seconds, self.waiting,
+            wandb_id,
+        )  # fmt: skip
         self._write()
 
-    @as_checkpoint_error()
     def _write(self) -> None:
-        save_checkpoint(self.directory.path, self._unwritten, self.global_step)
-        if self.args.save_model:
-            save_model(self.directory.path, self._model.state_dict(), self.args)
+        state = self._unwritten
+        if state is None:
+            return
+        try:
+            with suppress(OSError):  # of a full disk, which may still have room for a checkpoint
+                # Logs up to here belong to this checkpoint. A resumed run drops later logs.
+                self.writer.flush()
+            save_checkpoint(self.path, state)
+            if self.args.save_model:
+                save_model(self.path, self._model.state_dict(), self.args)
+        except OSError as error:
+            raise CheckpointError(error.strerror or error) from None
         self._unwritten = None
 
     def _try_to_save(self) -> None:
@@ -155,7 +252,7 @@ class Run:
             self.save()
         except CheckpointError as error:
             text = "no checkpoint of %s at step %d: %s; training goes on"
-            logger.warning(text, self.directory.path, self.global_step, error)
+            logger.warning(text, self.path, self.global_step, error)
 
     @contextmanager
     def training(self, envs: ClusterEnv, model: torch.nn.Module, policy: Policy) -> Iterator[None]:
@@ -164,20 +261,27 @@ class Run:
         --save-model saves ``model``, and --eval-interval evaluates ``policy``. Build nothing here
         that draws random numbers, because a resumed run restores its generators first.
         """
-        with env_setup(self):
-            self._evaluations = Evaluations(self.args, envs, policy, model, self.logs)
+        with self.setup():
+            self._evaluations = Evaluations(self.args, envs, policy, model, self.curve, self.writer)
         self._envs, self._model = envs, model
         self._unwritten = None
         self._trained_seconds: float | None = None
         self._has_ended = False
-        if saved := self.directory.saved:
-            self.directory.restore("rng", lambda: set_rng_state(saved["rng"]))
-        self._start = time.monotonic() - saved.get("seconds", 0)
-        to_go_on = resume_command(self.args, self.directory.path, [*self.program])
-        saving = self._signals.saving(envs, self.save, to_go_on)
-        telling = self._status.training(envs)
-        with envs, self._evaluations, self.logs.writer, self._progress.bar, telling, saving:
-            yield
+        self._next_workers_log = 0.0
+        seconds = 0.0
+        if saved := self._saved:
+            seconds = saved.seconds
+            self._restore("rng", lambda: set_rng_state(saved.rng))
+        self._start = time.monotonic() - seconds
+        to_go_on = resume_command(self.args, self.path, self._program)
+        try:
+            with envs, self._signals.saving(envs, self.save, to_go_on):
+                yield
+        finally:
+            self._evaluations.close()
+            self._progress.close()
+            with suppress(OSError):  # of a full disk, which has ended the run already
+                self.writer.close()
 
     @property
     def seconds(self) -> float:
@@ -190,12 +294,12 @@ class Run:
         They count from 1. Between two of them, the run writes a checkpoint if one is due, and
         responds to signals. After --max-seconds, the next one that calls `report` is the last.
         """
-        check(number >= 1, f"--total-timesteps must be at least {steps}, one iteration's steps")
+        check(number >= 1, f"--total-timesteps is less than the {steps} steps of one iteration")
         done = -(-self.global_step // steps)
         self._number = number
         self._progress.begin(number, done)
         self._saved_at = time.monotonic()
-        self._stop = False
+        self.stops = False
         try:
             for self._iteration in range(done + 1, number + 1):
                 self._signals.raise_if_received()
@@ -204,9 +308,8 @@ class Run:
                     self._try_to_save()
                     self._saved_at = time.monotonic()
                 self._progress.tell(f"step {self.global_step:,}")
-                self._status.tell()
                 yield self._iteration
-                if self._stop:
+                if self.stops:
                     break
         finally:  # also if the loop is left by `break`
             self._trained_seconds = self.seconds
@@ -216,23 +319,46 @@ class Run:
         """Write the last checkpoint, and end the evaluations during training."""
         self._has_ended = True
         self._progress.end()
-        self._status.write("evaluating")
         self._try_to_save()
         self._signals.raise_if_received()
         if self._evaluations.finish(self._signals.raise_if_received):
             self._try_to_save()
 
-    def stream(self, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
-        """Yield a chunk for each remaining iteration; ``explore`` sets numbers of the next one."""
-        return chunks(self, envs, explore)
+    def chunks(self, envs: ClusterEnv) -> Iterator[Rollout]:
+        """Yield the remaining chunks of a run that takes `num_workers` in each iteration.
 
-    def _is_time_up(self) -> bool:
-        return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
+        If each iteration publishes the policy once, before its chunks, no policy that acted is
+        older than `max_policy_lag` + `outstanding` versions.
+        """
+        left = self.args.num_iterations - self.global_step // self.args.batch_size
+        lag = self.args.max_policy_lag
+        return ready_chunks(self, envs, left * self.args.num_workers, lag, lambda: None)
+
+    def stream(self, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
+        """Yield a chunk for each remaining iteration, and count its steps in `global_step`.
+
+        Before each request, ``explore(steps)`` sets the `Policy.numbers` that travel with it.
+        """
+        number, size = self.args.num_iterations, self.args.chunk_size
+        done = -(-self.global_step // size)
+        explore(self.global_step)
+        steps = itertools.count((done + 1) * size, size)
+        ready = ready_chunks(self, envs, number - done, None, lambda: explore(next(steps)))
+        for _, chunk in zip(self.iterations(number, size), ready, strict=False):
+            # From here to the next chunk, nothing waits for workers, so a checkpoint holds this
+            # chunk either completely or not at all. If it is not finite, the run ends before it
+            # counts.
+            self.add_episodes(chunk)
+            self.global_step += size
+            yield chunk
 
     def add_episodes(self, rollout: Rollout) -> None:
         """Count the episodes of a rollout. End the run if its observations are not finite."""
         check_finite(rollout)
-        self.logs.curve.add_episodes(rollout.episodic_returns, rollout.episodic_lengths)
+        self.curve.add_episodes(rollout.episodic_returns, rollout.episodic_lengths)
+
+    def _is_time_up(self) -> bool:
+        return self.args.max_seconds is not None and self.seconds > self.args.max_seconds
 
     def report_is_due(self) -> bool:
         """Return whether this iteration is one of some 200 to 400 that `report`, or the last."""
@@ -244,30 +370,37 @@ class Run:
 
         ``rollout`` is the latest one. Workers could have pulled ``versions`` versions by now.
         """
-        step, sps = self.global_step, int(self.global_step / self.seconds)
-        pulls, kl, lag, sync_bytes, restarts = self._measures(rollout)
+        envs, step, sps = self._envs, self.global_step, int(self.global_step / self.seconds)
+        shares = [len(rows) for rows in np.array_split(range(envs.num_envs), envs.num_workers)]
+        pulls = float(envs.pulls.mean())
+        kl = float(envs.divergence @ shares) / envs.num_envs
+        lags = envs.policy_version - rollout.policy_versions
         scalars = {
-            **self.logs.curve.add_point(step, pulls, versions),
-            "charts/SPS": sps, "charts/worker_restarts": restarts,
-            "sync/pulls_per_worker": pulls, "sync/policy_lag": lag, "sync/bytes": sync_bytes,
+            **self.curve.add_point(step, pulls, versions),
+            "charts/SPS": sps, "charts/worker_restarts": len(envs.restarts),
+            "sync/pulls_per_worker": pulls, "sync/policy_lag": lags.sum() / max(len(lags), 1),
+            "sync/bytes": envs.sync_bytes,
         }  # fmt: skip
         if np.isfinite(kl):  # once every worker has acted
             scalars["sync/kl"] = kl
-        for tag, value in scalars.items():
-            self.logs.writer.add_scalar(tag, value, step)
-        status = status_of(step, sps, self.logs.curve.mean_return, kl, pulls, versions)
+        self._add_scalars(scalars)
+        if time.monotonic() > self._next_workers_log:
+            self._next_workers_log = time.monotonic() + FLUSH_S
+            self._add_scalars(workers_scalars(envs, self.seconds))
+        status = status_of(step, sps, self.curve.mean_return, kl, pulls, versions)
         self._progress.show(self._iteration, status)
-        self._stop = self._is_time_up()
+        self.stops = self._is_time_up()
 
-    def _measures(self, rollout: Rollout) -> tuple[float, float, float, int, int]:
-        """Return mean pulls per worker, mean KL and lag per environment, bytes, and restarts."""
-        sums = self._sum(_measured(self._envs, rollout)).tolist()
-        workers, pulls, num_envs, kl, rows, lag, sync_bytes, restarts = sums
-        return pulls / workers, kl / num_envs, lag / max(rows, 1), int(sync_bytes), int(restarts)
+    def log(self, group: str, scalars: dict[str, torch.Tensor | float]) -> None:
+        """Log scalars as ``group/name``: numbers, and tensors with one copy from their device."""
+        tensors = {name: each for name, each in scalars.items() if isinstance(each, torch.Tensor)}
+        values = torch.stack([*tensors.values()]).tolist() if tensors else []
+        numbers = {**scalars, **dict(zip(tensors, values, strict=True))}
+        self._add_scalars({f"{group}/{name}": value for name, value in numbers.items()})
 
-    def _sum(self, values: np.ndarray) -> np.ndarray:
-        """Return the sum of values over all learners."""
-        return values
+    def _add_scalars(self, scalars: dict[str, Any]) -> None:
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, self.global_step)
 
     def finish(self, eval_returns: np.ndarray, **more: Any) -> None:
         """End the workers, log the evaluation, and write the curve and ``summary.json``."""
@@ -276,62 +409,47 @@ class Run:
         self._envs.close()
         self._signals.raise_if_received()
         if len(eval_returns):
-            self.logs.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
-        envs, curve = self.directory.parts.get("envs", self._envs), self.logs.curve
+            self.writer.add_scalar("eval/return_mean", eval_returns.mean(), self.global_step)
         summary = {
             "global_step": self.global_step, "wall_seconds": self.seconds,
             "sps": self.global_step / self.seconds, **more,
-            **summary_of(self.args, envs.state_dict(), curve, eval_returns),
+            **summary_of(self.args, self._envs.state_dict(), self.curve, eval_returns),
         }  # fmt: skip
-        self.logs.add_summary(summary)
+        if self._wandb:
+            self._wandb.summary.update(msgspec.json.decode(as_json(summary)))
         try:
-            with one_line_for(
-                OSError, CheckpointError, text=f"cannot write to {self.directory.path}"
-            ):
-                write_results(self.directory.path, summary, curve)
-                if self._unwritten:
-                    self._write()
-            self._status.write("finished")
+            with one_line_for(OSError, CheckpointError, text=f"cannot write to {self.path}"):
+                write_results(self.path, summary, self.curve)
+                self._write()
         finally:  # print last, so that no file depends on it, but also if a file fails
-            say(end_of(summary, self.directory.path))
+            say(end_of(summary, self.path))
 
 
-def _check_is_alone() -> None:
-    """Exit with a one-line error if torchrun has started this process."""
-    alone = f"{sys.argv[0]} has one learner, and torchrun starts several"
-    check("TORCHELASTIC_RUN_ID" not in os.environ, f"{alone}: see docs/learners.md")
-
-
-def _new_name(args: Any) -> str:
-    if args.run_name is not None:
-        return str(args.run_name)
+def new_name(args: Any) -> str:
+    """Return the name of a new run without a --run-name."""
     env_id = re.sub("[/:]", "-", args.env_id)
     now = datetime.now()
     time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start together
     return f"{env_id}__{args.exp_name}__{args.seed}__{now:%Y%m%d}-{time_of_day}"
 
 
-def _video_name(run: Run) -> str:
-    """Return the folder in `videos` to which a run records. A resumed run has a new one.
-
-    Turn --capture-video off if the run has no steps left.
-    """
-    args, step = run.args, run.global_step
-    ends_at = getattr(args, "num_iterations", 0) * size_of(args)
-    if args.capture_video and 0 < ends_at <= step:
-        args.capture_video = False  # only the evaluation is left
-        instead = "--eval-video records one more evaluation episode"
-        logger.warning("--capture-video has nothing left to record; %s", instead)
-    name = run.directory.name
-    return f"{name}/from-{step}" if run.directory.saved else name
+def _resumed_path(args: ScriptArgs) -> str:
+    """Return the directory of the run that --resume names. A --run-name must name the same."""
+    directory = cast(str, args.resume)
+    name = os.path.relpath(directory, "runs")
+    where = "must be runs/NAME in the working directory"
+    check(not name.startswith("."), f"--resume {where}, got {directory}")
+    another = f"--run-name {args.run_name} is not the run of --resume {directory}"
+    check(args.run_name in (None, name), another)
+    return f"runs/{name}"
 
 
-def _measured(envs: ClusterEnv, rollout: Rollout) -> np.ndarray:
-    """Return sums over workers and environments, and the numbers of both, as float64."""
-    lags = envs.policy_version - rollout.policy_versions
-    shares = [len(rows) for rows in np.array_split(range(envs.num_envs), envs.num_workers)]
-    sums = [
-        envs.num_workers, envs.pulls.sum(), envs.num_envs, envs.divergence @ shares,
-        len(lags), lags.sum(), envs.sync_bytes, len(envs.restarts),
-    ]  # fmt: skip
-    return np.array(sums, np.float64)
+def workers_scalars(envs: ClusterEnv, seconds: float) -> dict[str, float]:
+    """Return each worker's speed, share of time spent waiting, and lag, by the scalars' names."""
+    lags = envs.policy_version - envs.held_versions
+    columns = {"SPS": envs.steps, "waiting": envs.waiting_seconds, "policy_lag": lags * seconds}
+    return {
+        f"workers/{name}_{index}": float(value / seconds)
+        for name, values in columns.items()
+        for index, value in enumerate(values)
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from clusterenv_runtime.env import ClusterEnv
-from clusterenv_runtime.errors import CheckpointError, EnvError, Interrupted, WorkerDiedError
+from clusterenv_runtime import ClusterEnv, EnvError, Interrupted, WorkerDiedError
+
+from .errors import CheckpointError, ScriptError
 
 TOLD = signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP
 # Exit codes: EX_TEMPFAIL, on which schedulers may requeue, and the shell's 128 + SIGINT.
@@ -57,16 +59,11 @@ class Signals:
         if self.code is not None:
             raise Interrupted("interrupted")
 
-    def end(self, why: Interrupted | None = None, then: str = "") -> None:
-        """Print that the run was interrupted, or ``why`` if no signal came, and ``then``; exit.
-
-        ``then`` says how to resume the run.
-        """
-        if self.code is None:
-            sys.exit(f"error: {why}{then}")
+    def end(self, then: str = "") -> None:
+        """End the process, which a signal asks for. ``then`` says how to resume the run."""
         if self._speaks:
             print(f"interrupted{then}", file=sys.stderr)
-        sys.exit(self.code)
+        raise SystemExit(self.code)
 
     @contextmanager
     def saving(self, envs: ClusterEnv, save: Callable[[], None], to_go_on: str) -> Iterator[None]:
@@ -75,8 +72,8 @@ class Signals:
         Nothing is half done in a wait for workers, which the signal interrupts, and in
         `raise_if_received`. Once ``envs`` are closed, nothing is half done anywhere. A lost learner
         and observations that are not finite end the block in the same way. An environment's error,
-        or the death of a worker that is not replaced, is raised in such a wait, too. Then the run
-        is saved, and the error is raised again.
+        the death of a worker that is not replaced, and a full disk, on which the logs end, come
+        where nothing is half done, too. Then the run is saved, and the error is raised again.
         """
         self._envs = envs
         try:
@@ -86,32 +83,31 @@ class Signals:
             try:
                 save()
             except CheckpointError as error:
-                sys.exit(not_saved(error, to_go_on))
-            self.end(why, f"; to resume: {to_go_on}")
+                before = f"to resume from the previous checkpoint, if there is one: {to_go_on}"
+                raise ScriptError(f"interrupted, and not saved: {error}; {before}") from None
+            if self.code is None:
+                raise ScriptError(f"{why}; to resume: {to_go_on}") from None
+            self.end(f"; to resume: {to_go_on}")
         except Exception as error:
             ignore_signals()  # torchrun, which then ends all learners, would hide this error
-            is_in_wait = isinstance(error, EnvError | WorkerDiedError)
+            is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            is_in_wait = isinstance(error, EnvError | WorkerDiedError) or is_full
             if (is_in_wait or isinstance(error.__cause__, EnvError)) and self._speaks:
                 _save_after_error(save, to_go_on)
+            if is_full:
+                raise ScriptError(f"cannot write logs: {error.strerror}") from error
             raise
         finally:
             self._envs = None
 
 
 def _save_after_error(save: Callable[[], None], to_go_on: str) -> None:
-    """Save a run after an error in a wait for workers, where nothing is half done."""
     try:
         save()
     except CheckpointError as error:
         print(f"not saved: {error}", file=sys.stderr)
     else:
         print(f"saved; to resume: {to_go_on}", file=sys.stderr)
-
-
-def not_saved(error: CheckpointError, to_go_on: str) -> str:
-    """Return the message that an interrupted run could not be saved."""
-    before = f"to resume from the previous checkpoint, if there is one: {to_go_on}"
-    return f"error: interrupted, and not saved: {error}; {before}"
 
 
 def ignore_signals() -> None:

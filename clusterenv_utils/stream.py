@@ -8,46 +8,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from clusterenv_runtime.env import ClusterEnv
-from clusterenv_runtime.rollout import Rollout
+from clusterenv_runtime import ClusterEnv, Rollout
 
 
-def chunks(run: Any, envs: ClusterEnv, explore: Callable[[int], None]) -> Iterator[Rollout]:
-    """Yield the chunks of `Run.stream`, and count their steps in `global_step`.
-
-    Before each request, ``explore(steps)`` sets the `Policy.numbers` that travel with it. The run's
-    `args` have `num_iterations`, `chunk_size`, `num_steps`, `outstanding` and `deterministic`.
-    """
-    number, size = run.args.num_iterations, run.args.chunk_size
-    done = -(-run.global_step // size)
-    explore(run.global_step)
-    steps = itertools.count((done + 1) * size, size)
-    ready = _ready(run, envs, number - done, None, lambda: explore(next(steps)))
-    for _, chunk in zip(run.iterations(number, size), ready, strict=False):
-        # From here to the next chunk, nothing waits for workers, so a checkpoint holds this chunk
-        # either completely or not at all. If it is not finite, the run ends before it counts.
-        run.add_episodes(chunk)
-        run.global_step += size
-        yield chunk
-
-
-def stream(run: Any, envs: ClusterEnv) -> Iterator[Rollout]:
-    """Yield the remaining chunks of a run, `num_workers` in each iteration.
-
-    If each iteration publishes the policy once, before its chunks, no policy that acted is older
-    than `max_policy_lag` + `outstanding` versions, or `max_policy_lag` + 1 with `deterministic`.
-    The learner waits for a chunk that would otherwise be older.
-    """
-    left = run.args.num_iterations - run.global_step // run.args.batch_size
-    return _ready(run, envs, left * run.args.num_workers, run.args.max_policy_lag, lambda: None)
-
-
-def _ready(
+def ready_chunks(
     run: Any, envs: ClusterEnv, number: int, bound: int | None, taken: Callable[[], None]
 ) -> Iterator[Rollout]:
     """Yield ``number`` chunks, each from whichever worker is ready.
 
-    Call ``taken`` before the worker is asked for another chunk.
+    ``taken`` is called before the worker is asked for another chunk. A ``bound`` on the policy lag
+    holds if the policy is published once for each `num_workers` chunks, before them: no policy that
+    acted is older than ``bound`` + `outstanding` versions, or ``bound`` + 1 with `deterministic`.
+    The learner waits for a chunk that would otherwise be older.
     """
     args = run.args
     # Which worker's chunk to take next (None: whichever is ready), and which workers to ask for

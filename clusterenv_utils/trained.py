@@ -11,153 +11,133 @@ import glob
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any, cast
 
 import cloudpickle
-import gymnasium as gym
-import tyro
 
-from clusterenv_runtime.errors import CheckpointError
-from clusterenv_runtime.policy.base import Policy
+from clusterenv_runtime import Policy
 
-from .arguments import ScriptArgs, groups_of, read_kwargs
-from .checks import check, one_line_for
-from .directory import check_exists
-from .model import Model, load_model
-from .resume import check_code, saved_flags
+from .arguments import ScriptArgs, check_code, read_kwargs, saved_flags
+from .checkpoint import load
+from .errors import CheckpointError, ScriptError, check, one_line_for
 
 PLACES = ".", "scripts"  # the directories to search for scripts
 PARTS = "Args", "make_env", "make_policy"  # the parts of a script that are used
-# The shared flags that determine a model's environments and seeds.
-KEPT = "env_kwargs", "seed"
-
-
-@dataclass
-class TrainedArgs:
-    """The flags that name a trained model."""
-
-    run: Annotated[str, tyro.conf.Positional]
-    """the run's directory, `runs/NAME`, or the file of a model"""
-    best: bool = False
-    """take the best model of `--eval-interval`, not the last one"""
-    script: str | None = None
-    """the script's file; by default the script with the recorded name, here or in `scripts/`"""
-    env_id: str | None = None
-    """the environment, to replace that of training, or to confirm one whose id can run code"""
-    env_kwargs: str | None = None
-    """arguments for the environment's constructor, to replace or confirm those of training"""
+KEPT = "env_kwargs", "seed"  # the shared flags that determine a model's environments and seeds
 
 
 class Trained:
     """A trained model, and its script.
 
-    Any error ends the process with a one-line message.
-
     Args:
-        flags: the flags that name the model.
+        run: the run's directory, or the file of a model.
+        best: whether to take the best model of --eval-interval, not the last one.
+        script: the script's file; by default the one of the recorded name, here or in `scripts/`.
+        env_id, env_kwargs: the flags to replace those of training, or to confirm ones that can run
+            code.
 
     Attributes:
         path: the model's file.
         script: the script's file.
-        module: the script.
-        args: the script's flags. Those of the algorithm, the environment and the seed are as in
-            training, unless ``flags`` replaces them.
+        args: the script's flags: those of the algorithm, the environment and the seed as in
+            training, and the others' defaults.
+
+    Raises:
+        ScriptError: there is no such model or script, or the model does not fit.
     """
 
-    def __init__(self, flags: TrainedArgs) -> None:
-        self.path = _model_of(flags.run, flags.best)
-        with one_line_for(CheckpointError):
-            self._saved = load_model(self.path)
-        self.script = _script_of(self._saved, flags.script)
-        self.module = _imported(self.script)
-        self.args = self._flags_of(flags)
-
-    def _flags_of(self, flags: TrainedArgs) -> ScriptArgs:
-        kind = self.module.Args
-        saved = saved_flags(self._saved.args, kind, self.path)
-        of_envpool = saved.env_backend == "envpool" and saved.env_id not in gym.registry
-        theirs = f"{self.path} was trained on EnvPool's {saved.env_id}"
-        hint = "name Gymnasium's with --env-id, as in ALE/Pong-v5"
-        check(flags.env_id or not of_envpool, f"{theirs}: {hint}")
-        chosen = {"env_id": flags.env_id, "env_kwargs": flags.env_kwargs}
+    def __init__(
+        self,
+        run: str,
+        best: bool = False,
+        script: str | None = None,
+        env_id: str | None = None,
+        env_kwargs: str | None = None,
+    ) -> None:
+        self.path = _model_of(run, best)
+        saved = load_model(self.path)
+        self._weights = saved["model"]
+        self.script = script or _script_of(saved["script"])
+        self._module = _imported(self.script)
+        kind = self._module.Args
+        flags = saved_flags(saved["args"], kind, self.path)
+        chosen = {"env_id": env_id, "env_kwargs": env_kwargs}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         given = dataclasses.replace(kind(), **chosen)
-        trained = {name: getattr(saved, name) for name in [*groups_of(kind)["algorithm"], *KEPT]}
-        args = dataclasses.replace(given, **(trained | chosen))
-        check_code(args, given, self.path)
+        shared = {field.name for field in dataclasses.fields(ScriptArgs)}
+        own = [field.name for field in dataclasses.fields(kind) if field.name not in shared]
+        trained = {name: getattr(flags, name) for name in (*own, *KEPT)}
+        self.args: Any = dataclasses.replace(given, **(trained | chosen))
+        check_code(self.args, given, self.path)
         with one_line_for(ValueError, text="--env-kwargs"):
-            read_kwargs(args.env_kwargs)
-        return args
+            read_kwargs(self.args.env_kwargs)
 
-    @property
-    def env_fn(self) -> Callable[[], gym.Env]:
-        """A function that makes the environment."""
-        return self.module.make_env(self.args.env_id, 0, False, "", **self.args.make_kwargs)
+    def make_env(self, video: str | None = None) -> Any:
+        """Return a function that makes the environment; it records episodes into ``videos/VIDEO``."""
+        records = video is not None
+        return self._module.make_env(self.args.env_id, 0, records, video, **self.args.make_kwargs)
 
     def policy(self, envs: Any) -> Policy:
-        """Return the policy that acts.
-
-        ``envs`` provides ``single_observation_space`` and ``single_action_space``.
-        """
+        """Return the policy that acts. ``envs`` has the spaces of a single environment."""
         try:
-            model, policy = self.module.make_policy(self.args, envs)
-            model.load_state_dict(self._saved.model)
+            model, policy = self._module.make_policy(self.args, envs)
+            model.load_state_dict(self._weights)
         except Exception as error:  # whatever the user's networks raise for other spaces
             fits = f"{self.path} does not fit {self.script} on {self.args.env_id}"
             says = " ".join(str(error).split())  # torch's message has several lines
-            check(False, f"{fits}: {type(error).__name__}: {says:.300}")
-        return policy.eval()
+            raise ScriptError(f"{fits}: {type(error).__name__}: {says:.300}") from error
+        return cast(Policy, policy.eval())
+
+
+def load_model(path: str) -> dict[str, Any]:
+    """Return what `save_model` has written. The file may be a stranger's."""
+    try:
+        saved = load(path)
+        if saved.keys() != {"model", "args", "script"} or not isinstance(saved["args"], dict):
+            raise KeyError
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except Exception as error:  # whatever torch raises on a stranger's file; report only its type
+        raise CheckpointError(f"{path} is not a model of a run: {type(error).__name__}") from None
+    return cast(dict[str, Any], saved)
 
 
 def _model_of(run: str, best: bool) -> str:
-    """Return the file of a run's model, or exit with a one-line error."""
     if os.path.isfile(run):
         return run
-    check_exists(run)
-    kind, hint = "model", "each checkpoint writes one, except with --no-save-model"
+    check(os.path.isdir(run), f"there is no run {run}")
     found = set(glob.glob(f"{glob.escape(run)}/*.cleanrl_model"))
     bests = {path for path in found if path.endswith(".best.cleanrl_model")}
-    if best:
-        kind, hint = "best model", "--eval-interval writes one"
-        found = bests
-    else:
-        found -= bests
-    check(found, f"there is no {kind} in {run}: {hint}")
+    found = bests if best else found - bests
+    hint = "--eval-interval writes one" if best else "each checkpoint does, but for --no-save-model"
+    check(found, f"there is no {'best ' * best}model in {run}: {hint}")
     check(len(found) == 1, f"there are several, name one: {' '.join(sorted(found))}")
     return found.pop()
 
 
-def _script_of(model: Model, given: str | None) -> str:
-    """Return the file of a model's script, or exit with a one-line error."""
-    if given is not None:
-        check(os.path.isfile(given), f"--script: there is no file {given}")
-        return given
-    name = os.path.basename(model.script)  # without a path, which a stranger may have chosen
+def _script_of(recorded: str) -> str:
+    name = os.path.basename(recorded)  # without a path, which a stranger may have chosen
     paths = [os.path.normpath(os.path.join(place, name)) for place in PLACES]
-    found = [path for path in paths if os.path.isfile(path)]
+    found = [path for path in paths if name.endswith(".py") and os.path.isfile(path)]
     where = "neither here nor in scripts/: name its file with --script"
-    check(name.endswith(".py") and found, f"the script {name!r} is {where}")
+    check(found, f"the script {name!r} is {where}")
     return found[0]
 
 
 def _imported(path: str) -> ModuleType:
-    """Return a script as a module, or exit with a one-line error.
-
-    A file without a script's parts is not run at all, because a stranger may have named it.
-    """
+    """Return a script as a module. A file without a script's parts is not run at all."""
     with one_line_for(OSError, text=f"cannot read {path}"):
         text = Path(path).read_text(errors="replace")
     missing = [name for name in PARTS if name not in text]
     check(not missing, f"{path} has no {', '.join(missing)}: docs/after_training.md says what for")
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))  # as if Python ran the script
-    name = f"script {path}"  # not another module's name
-    loader = SourceFileLoader(name, path)  # whatever the file's suffix is
-    spec = importlib.util.spec_from_loader(name, loader)
+    loader = SourceFileLoader(f"script {path}", path)  # not another module's name
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    if spec is None:
+        raise ScriptError(f"cannot import {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     with one_line_for(ModuleNotFoundError, text=f"cannot import {path}"):
