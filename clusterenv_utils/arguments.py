@@ -39,7 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("max_*", "*_timeout", "exploration_fraction"), (ABOVE_0, math.inf)),
     **dict.fromkeys(("num_*", "*_steps", "*_timesteps", "*_frequency", "*_size"), (1, math.inf)),
     **dict.fromkeys(("*_epochs", "*_threads", "*_per_worker", "*_interval"), (1, math.inf)),
-    "outstanding": (1, math.inf),
+    **dict.fromkeys(("outstanding", "episodes"), (1, math.inf)),
 }
 FREE = "ent_coef", "reward_scale"  # any finite number
 NAMES = "exp_name", "run_name"  # slurm/train.sh checks them by the same rule

@@ -148,7 +148,9 @@ class Run:
         self.curve = self.keep("curve", LearningCurve())
         self._wandb = None
         if args.track and self._writes:
-            self._wandb = start_wandb(args, self.name, self._saved and self._saved.wandb_id)
+            self._wandb = start_wandb(
+                args, self.name, self._saved.wandb_id if self._saved else None
+            )
         is_new = self._saved is None
         self.writer: Any = (
             open_writer(self.path, args, step, is_new) if self._writes else NoWriter()
@@ -383,6 +385,9 @@ class Run:
         }  # fmt: skip
         if np.isfinite(kl):  # once every worker has acted
             scalars["sync/kl"] = kl
+        if self.waiting:  # for chunks, of a stream
+            scalars["time/learner_waiting"] = self.waiting
+            scalars["time/workers_waiting"] = envs.waiting_seconds.mean()
         self._add_scalars(scalars)
         if time.monotonic() > self._next_workers_log:
             self._next_workers_log = time.monotonic() + FLUSH_S
@@ -413,6 +418,8 @@ class Run:
         summary = {
             "global_step": self.global_step, "wall_seconds": self.seconds,
             "sps": self.global_step / self.seconds, **more,
+            "policy_versions": self._envs.policy_version, "learner_waiting_seconds": self.waiting,
+            "workers_waiting_seconds": self._envs.waiting_seconds.tolist(),
             **summary_of(self.args, self._envs.state_dict(), self.curve, eval_returns),
         }  # fmt: skip
         if self._wandb:

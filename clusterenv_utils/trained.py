@@ -11,12 +11,14 @@ import glob
 import importlib.util
 import os
 import sys
+from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import cloudpickle
+import tyro
 
 from clusterenv_runtime import Policy
 
@@ -29,15 +31,24 @@ PARTS = "Args", "make_env", "make_policy"  # the parts of a script that are used
 KEPT = "env_kwargs", "seed"  # the shared flags that determine a model's environments and seeds
 
 
-class Trained:
-    """A trained model, and its script.
+@dataclass
+class TrainedArgs:
+    """The flags that name a trained model."""
 
-    Args:
-        run: the run's directory, or the file of a model.
-        best: whether to take the best model of --eval-interval, not the last one.
-        script: the script's file; by default the one of the recorded name, here or in `scripts/`.
-        env_id, env_kwargs: the flags to replace those of training, or to confirm ones that can run
-            code.
+    run: tyro.conf.Positional[str]
+    """the run's directory, `runs/NAME`, or the file of a model"""
+    best: bool = False
+    """take the best model of `--eval-interval`, not the last one"""
+    script: str | None = None
+    """the script's file; by default the script with the recorded name, here or in `scripts/`"""
+    env_id: str | None = None
+    """the environment, to replace that of training, or to confirm one whose id can run code"""
+    env_kwargs: str | None = None
+    """arguments for the environment's constructor, to replace or confirm those of training"""
+
+
+class Trained:
+    """A trained model, which the flags name, and its script.
 
     Attributes:
         path: the model's file.
@@ -49,22 +60,15 @@ class Trained:
         ScriptError: there is no such model or script, or the model does not fit.
     """
 
-    def __init__(
-        self,
-        run: str,
-        best: bool = False,
-        script: str | None = None,
-        env_id: str | None = None,
-        env_kwargs: str | None = None,
-    ) -> None:
-        self.path = _model_of(run, best)
+    def __init__(self, named: TrainedArgs) -> None:
+        self.path = _model_of(named.run, named.best)
         saved = load_model(self.path)
         self._weights = saved["model"]
-        self.script = script or _script_of(saved["script"])
+        self.script = named.script or _script_of(saved["script"])
         self._module = _imported(self.script)
         kind = self._module.Args
         flags = saved_flags(saved["args"], kind, self.path)
-        chosen = {"env_id": env_id, "env_kwargs": env_kwargs}
+        chosen = {"env_id": named.env_id, "env_kwargs": named.env_kwargs}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         given = dataclasses.replace(kind(), **chosen)
         shared = {field.name for field in dataclasses.fields(ScriptArgs)}
@@ -76,7 +80,7 @@ class Trained:
             read_kwargs(self.args.env_kwargs)
 
     def make_env(self, video: str | None = None) -> Any:
-        """Return a function that makes the environment; it records episodes into ``videos/VIDEO``."""
+        """Return a function that makes the environment, which may record into ``videos/VIDEO``."""
         records = video is not None
         return self._module.make_env(self.args.env_id, 0, records, video, **self.args.make_kwargs)
 

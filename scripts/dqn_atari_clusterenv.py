@@ -290,20 +290,10 @@ if __name__ == "__main__":
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
             run.log("losses", {name: values.mean() for name, values in losses.items()})
-            learned = count.gradient_steps * args.batch_size
-            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
-            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            produced = run.global_step
-            writer.add_scalar("throughput/produced_sps", produced / run.seconds, run.global_step)
-            writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
-            writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
+            learned, produced = count.gradient_steps * args.batch_size, run.global_step
+            rates = {"produced_sps": produced / run.seconds, "consumed_sps": learned / run.seconds}
+            run.log("throughput", {**rates, "replay_ratio": learned / produced})
 
         policy.epsilon = args.end_e
-        run.finish(
-            evaluate(args, envs, policy),
-            gradient_steps=count.gradient_steps,
-            transitions_inserted=rb.inserted,
-            policy_versions=envs.policy_version,
-            learner_waiting_seconds=run.waiting,
-            workers_waiting_seconds=envs.waiting_seconds.tolist(),
-        )
+        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
+        run.finish(evaluate(args, envs, policy), **steps)

@@ -80,8 +80,8 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     are identical to the last bit
     """
     sync_check_frequency: int = 20
-    """gradient steps, at least 10, between publications of the policy, which measure the workers'
-    divergence from it; at most one per chunk
+    """gradient steps between publications of the policy, which measure the workers' divergence from
+    it; at most one per chunk
     """
     kl_threshold: float = 0.1
     max_policy_lag: int | None = 100
@@ -149,30 +149,28 @@ def make_policy(args, envs):
 
 
 class ReplayBuffer:
-    """The last `size` transitions, as named tensors with a row for each. New ones replace old ones.
+    """The last `size` transitions: tensors by name, with a row for each. New ones replace old ones.
 
-    `columns` has the shape and dtype of each value of a transition, by name.
+    The names are those of the first transitions that are added.
     """
 
-    def __init__(self, size, columns, device="cpu", in_checkpoints=True):
+    def __init__(self, size, device="cpu", in_checkpoints=True):
         self.size, self.device, self.in_checkpoints = size, device, in_checkpoints
-        self.inserted = 0
-        self.columns = {
-            name: torch.from_numpy(np.zeros((size, *shape), dtype)).to(device)
-            for name, (shape, dtype) in columns.items()
-        }
-
-    @staticmethod
-    def num_bytes(size, columns):
-        return sum(np.dtype((dtype, (size, *shape))).itemsize for shape, dtype in columns.values())
+        self.inserted, self.columns = 0, {}
 
     def add(self, transitions):
         """Add transitions, arrays `(number, ...)` by name."""
-        number = len(transitions["rewards"])
+        tensors = {name: torch.from_numpy(values) for name, values in transitions.items()}
+        if not self.columns:
+            needed = self.size * sum(values[0].nbytes for values in tensors.values())
+            self.device = device_with_room(needed, self.device)
+            for name, values in tensors.items():
+                shape = self.size, *values.shape[1:]
+                self.columns[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
+        number = len(tensors["rewards"])
         places = torch.arange(self.inserted, self.inserted + number, device=self.device) % self.size
         for name, column in self.columns.items():
-            values = torch.as_tensor(transitions[name]).reshape(number, *column.shape[1:])
-            column[places] = values.to(column)
+            column[places] = tensors[name].to(self.device)
         self.inserted += number
 
     def sample(self, num_batches, batch_size, device):
@@ -188,20 +186,9 @@ class ReplayBuffer:
         return {"inserted": self.inserted, **self.columns} if self.in_checkpoints else {}
 
     def load_state_dict(self, state):
-        self.inserted = state.get("inserted", 0)
-        for name, values in state.items():
-            if name != "inserted":
-                self.columns[name].view(-1).copy_(values.reshape(-1))
-
-
-def make_columns(envs):
-    """Return the shapes and dtypes of a transition's values, by name."""
-    obs, action = envs.single_observation_space, envs.single_action_space
-    return {
-        "obs": (obs.shape, obs.dtype), "next_obs": (obs.shape, obs.dtype),
-        "actions": (action.shape or (1,), action.dtype), "rewards": ((), np.float32),
-        "dones": ((), np.float32),
-    }  # fmt: skip
+        columns = dict(state)
+        self.inserted = columns.pop("inserted", 0)
+        self.columns = {name: values.to(self.device) for name, values in columns.items()}
 
 
 def make_transitions(chunk):
@@ -217,7 +204,8 @@ def make_transitions(chunk):
     next_obs[chunk.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
     transitions = {
         "obs": chunk.observations, "actions": chunk.actions, "next_obs": next_obs,
-        "rewards": chunk.rewards, "dones": chunk.terminations,  # a truncation is not a done
+        "rewards": chunk.rewards.astype(np.float32),
+        "dones": chunk.terminations.astype(np.float32),  # a truncation is not a done
     }  # fmt: skip
     return {name: values.reshape(-1, *values.shape[2:]) for name, values in transitions.items()}
 
@@ -313,8 +301,7 @@ if __name__ == "__main__":
     check(alike, "--num-envs must be a multiple of --num-workers: all chunks have the same size")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
-    check(args.sync_check_frequency >= 10, "--sync-check-frequency must be at least 10")
-    writer = run.begin()
+    run.begin()
 
     # TRY NOT TO MODIFY: seeding
     random.seed(args.seed)
@@ -342,9 +329,6 @@ if __name__ == "__main__":
         check(vectors, f"actions must be bounded continuous vectors, not {space}: {args.env_id}")
         shape = envs.single_observation_space.shape or ()
         check(len(shape) == 1, f"observations must be vectors, not {shape}: {args.env_id}")
-        columns = make_columns(envs)
-        needed = ReplayBuffer.num_bytes(args.buffer_size, columns)
-        rb_device = device_with_room(needed, device)
     run.keep("envs", envs)
     actor, policy = make_policy(args, envs)
     run.keep("actor", actor.to(device))
@@ -381,7 +365,7 @@ if __name__ == "__main__":
     # `functools.partial` in place of `CudaGraph` for these.
     update_q_once = CudaGraph(update_q, q_optimizer, qfs, targets, *common, q_loss_fn)
     update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *common, pi_loss_fn)
-    rb = ReplayBuffer(args.buffer_size, columns, rb_device, args.save_replay)
+    rb = ReplayBuffer(args.buffer_size, device, args.save_replay)
     run.keep("rb", rb)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
@@ -435,14 +419,7 @@ if __name__ == "__main__":
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(chunk, versions=envs.policy_version)
             run.log("losses", losses)
-            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
-            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
 
         policy.uniform = 0.0
-        run.finish(
-            evaluate(args, envs, policy),
-            gradient_steps=count.gradient_steps,
-            transitions_inserted=rb.inserted,
-            policy_versions=envs.policy_version,
-            learner_waiting_seconds=run.waiting,
-        )
+        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
+        run.finish(evaluate(args, envs, policy), **steps)

@@ -6,7 +6,6 @@ python tools/play.py runs/NAME --video
 import os
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,24 +15,14 @@ from clusterenv_runtime import ClusterEnv
 from clusterenv_utils.arguments import check_ranges
 from clusterenv_utils.errors import check, one_line_for_environments, print_error
 from clusterenv_utils.evaluation import FIRST_SEED
-from clusterenv_utils.trained import Trained
+from clusterenv_utils.trained import Trained, TrainedArgs
 
 MOST_FILMED = 2_000  # the most steps of an episode, whose pictures are in memory until its end
 
 
 @dataclass
-class Args:
-    run: tyro.conf.Positional[str]
-    """the run's directory, `runs/NAME`, or the file of a model"""
-    best: bool = False
-    """take the best model of `--eval-interval`, not the last one"""
-    script: str | None = None
-    """the script's file; by default the script with the recorded name, here or in `scripts/`"""
-    env_id: str | None = None
-    """the environment, to replace that of training, or to confirm one whose id can run code"""
-    env_kwargs: str | None = None
-    """arguments for the environment's constructor, to replace or confirm those of training"""
-    num_episodes: int = 10
+class Args(TrainedArgs):
+    episodes: int = 10
     """the number of episodes to play"""
     deterministic: bool = False
     """take the policy's most likely actions, not sampled actions"""
@@ -45,8 +34,8 @@ class Args:
     """record one more episode, with the first episode's seed, as `play.mp4` beside the model"""
 
 
-def play(args, trained, policy=None):
-    """Play episodes on a local worker, print their returns, and return the policy."""
+def play(args, trained):
+    """Play episodes on a local worker, and print their returns."""
     seed = trained.args.seed + FIRST_SEED if args.seed is None else args.seed
     with one_line_for_environments(trained.args):
         envs = ClusterEnv([trained.make_env()], num_workers=1)
@@ -55,34 +44,32 @@ def play(args, trained, policy=None):
         check("rgb_array" in modes or not args.video, f"{trained.args.env_id} renders no pictures")
         policy = trained.policy(envs)
         print(f"{trained.path}, by {trained.script}, plays {trained.args.env_id}", flush=True)
-        start, returns = time.monotonic(), []
-        for episode in range(args.num_episodes):
-            how = {"seed": seed + episode, "deterministic": args.deterministic}
-            found = envs.evaluate(policy, 1, **how)
+        returns = []
+        for episode in range(args.episodes):
+            found = envs.evaluate(policy, 1, seed=seed + episode, deterministic=args.deterministic)
             returns += found.returns.tolist()
             print(f"episode {episode + 1}: return {returns[-1]:.1f} in {found.lengths[0]} steps")
-    spread = f"standard deviation {np.std(returns):.1f}, {time.monotonic() - start:.1f} s"
+    spread = f"standard deviation {np.std(returns):.1f}"
     print(f"mean return {np.mean(returns):.1f} of {len(returns)} episodes, {spread}")
     if args.video:
-        film(trained, policy, {"seed": seed, "deterministic": args.deterministic})
+        film(trained, policy, seed, args.deterministic)
 
 
-def film(trained, policy, how):
-    """Play an episode on a worker, whose environment records it, and move the video."""
-    folder = f"{os.path.dirname(trained.path) or '.'}/play.parts"
+def film(trained, policy, seed, deterministic):
+    """Play an episode in an environment that records it, and move the video beside the model."""
+    video = os.path.join(os.path.dirname(trained.path), "play.mp4")
+    folder = f"{video}.parts"
     trained.args.capture_video = True
     try:
         with one_line_for_environments(trained.args):
-            # make_env records into videos/NAME
             env_fn = trained.make_env(os.path.relpath(folder, "videos"))
             with ClusterEnv([env_fn], num_workers=1) as envs:
-                envs.evaluate(policy, 1, **how, max_steps=MOST_FILMED)
-        recorded = f"{folder}/rl-video-episode-0.mp4"
-        check(os.path.isfile(recorded), "there is no video: make_env has recorded nothing")
-        os.replace(recorded, folder.replace("play.parts", "play.mp4"))
+                how = {"deterministic": deterministic, "max_steps": MOST_FILMED}
+                envs.evaluate(policy, 1, seed=seed, **how)
+        os.replace(f"{folder}/rl-video-episode-0.mp4", video)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"recorded {folder.replace('play.parts', 'play.mp4')}")
+    print(f"recorded {video}")
 
 
 if __name__ == "__main__":
@@ -90,4 +77,4 @@ if __name__ == "__main__":
     sys.path.append(os.getcwd())
     args = tyro.cli(Args, description=__doc__)
     check_ranges(args)
-    play(args, Trained(args.run, args.best, args.script, args.env_id, args.env_kwargs))
+    play(args, Trained(args))
