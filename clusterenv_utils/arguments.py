@@ -47,9 +47,10 @@ NAME = re.compile(r"[\w+=-][\w.+=-]*")
 # Values that can run someone's code, or upload yours. A resumed run does not take them from its
 # checkpoint, which may be a stranger's: the command line must repeat them.
 RUNS_CODE = {
-    "env_id": lambda value: ":" in value,  # Gymnasium imports the module before the colon
     "launcher": lambda value: not is_ours(value),
-    **dict.fromkeys(("env_kwargs", "worker_prefix", "worker_preload", "key_file", "track"), bool),
+    **dict.fromkeys(("worker_prefix", "worker_preload", "key_file"), bool),
+    "env_id": lambda value: ":" in value,  # Gymnasium imports the module before the colon
+    **dict.fromkeys(("env_kwargs", "track"), bool),
 }
 ALWAYS_FIXED = "num_envs", "envs_per_worker", "env_kwargs"
 NUMBER = re.compile(r"[+-]?(\d+\.\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)  # with a point

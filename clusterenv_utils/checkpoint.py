@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-import msgspec
 import numpy as np
 import torch
 
@@ -33,19 +32,6 @@ logger = logging.getLogger(__name__)
 KEPT = 2  # the newest checkpoints, in case the last one is damaged
 PLAIN = bool, int, float, str, bytes
 _NAME = re.compile(r"checkpoint-(\d+)\.pt")
-Count = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
-
-
-class State(msgspec.Struct):
-    """The content of a checkpoint."""
-
-    args: dict[str, Any]
-    parts: dict[str, Any]
-    rng: dict[str, Any]
-    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    seconds: Count
-    waiting: Count
-    wandb_id: str | None
 
 
 class Counters(SimpleNamespace):
@@ -60,8 +46,8 @@ class Counters(SimpleNamespace):
         vars(self).update(state)
 
 
-def save_checkpoint(directory: str | os.PathLike[str], state: State) -> None:
-    """Write a checkpoint, and keep the one before it.
+def save_checkpoint(directory: str | os.PathLike[str], state: dict[str, Any], step: int) -> None:
+    """Write ``state`` as a checkpoint, and keep the one before it.
 
     Whenever this process or its machine dies, the directory holds the previous checkpoint or this
     one. This checkpoint replaces those of later steps.
@@ -70,11 +56,10 @@ def save_checkpoint(directory: str | os.PathLike[str], state: State) -> None:
         TypeError: the state holds something other than tensors, plain values, and their containers.
         OSError: the checkpoint cannot be written.
     """
-    held = {field: getattr(state, field) for field in state.__struct_fields__}
-    _check_plain(held, "state")
-    path = Path(directory, f"checkpoint-{state.global_step:012d}.pt")
+    _check_plain(state, "state")
+    path = Path(directory, f"checkpoint-{step:012d}.pt")
     with replaced(path) as file:
-        dump(held, file)
+        dump(state, file)
     others = [other for other in _checkpoints(directory) if other != path]
     later = [other for other in others if other > path]
     for other in later + [each for each in others if each < path][KEPT - 1 :]:
@@ -84,7 +69,7 @@ def save_checkpoint(directory: str | os.PathLike[str], state: State) -> None:
             logger.warning("cannot remove the old checkpoint %s: %s", other, error.strerror)
 
 
-def load_checkpoint(directory: str | os.PathLike[str]) -> State:
+def load_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the newest undamaged state in ``directory``, with its tensors on the CPU.
 
     The run may be training, and may replace its checkpoints during the call.
@@ -93,7 +78,7 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> State:
         CheckpointError: there is no such run, or it has no undamaged checkpoint.
     """
     if not os.path.isdir(directory):
-        raise CheckpointError(f"there is no run {directory}{_runs_beside(directory)}")
+        raise CheckpointError(f"there is no run {directory}")
     passed: set[tuple[Path, int]] = set()
     while True:  # list again after each failure, because a live run may have saved
         found = [(path, _written(path)) for path in _checkpoints(directory)]
@@ -103,13 +88,11 @@ def load_checkpoint(directory: str | os.PathLike[str]) -> State:
             raise CheckpointError(damaged if found else f"there is no checkpoint in {directory}")
         passed.add((path, written))
         try:
-            return msgspec.convert(load(path), State)
+            return cast(dict[str, Any], load(path))
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 continue  # the run has removed it, because there is a newer one
             problem = error.strerror
-        except msgspec.ValidationError as error:
-            problem = f"it is not a run's checkpoint: {error}"
         except Exception as error:  # of any kind; a stranger's file can choose the text
             problem = f"it is damaged, or not a checkpoint ({type(error).__name__})"
         logger.warning("skipped the checkpoint %s: %s", path, problem)
@@ -220,14 +203,6 @@ def _written(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def _runs_beside(directory: str | os.PathLike[str]) -> str:
-    parent = Path(directory).absolute().parent
-    names = (
-        sorted(path.name for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
-    )
-    return f"; there are {', '.join(names[:10])}" if names else ""
 
 
 def lock(directory: str | os.PathLike[str]) -> None:

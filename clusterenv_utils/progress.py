@@ -15,8 +15,6 @@ import torch
 from rich import progress
 from rich.console import Console
 
-from .checkpoint import State
-
 FIRST_WORD_S = 5.0  # seconds before a slow operation is first reported
 TOLD = "clusterenv_runtime.env", "clusterenv_runtime.head.pool.waits"  # loggers
 
@@ -31,19 +29,21 @@ def say(text: str) -> None:
             sys.stdout.buffer.flush()
 
 
-def start_of(args: Any, directory: str, saved: State | None) -> str:
-    """Return a description of a run, with the step and changed flags if it resumes ``saved``."""
+def start_of(args: Any, directory: str) -> str:
+    """Return a description of a run."""
     device = "a GPU" if args.cuda and torch.cuda.is_available() else "the CPU"
     envs = f"{args.num_envs} environments on {args.num_workers} workers"
-    text = f"{directory}: {envs}, {args.total_timesteps:,} steps in all; learning on {device}"
-    if saved is None:
-        return text
+    return f"{directory}: {envs}, {args.total_timesteps:,} steps in all; learning on {device}"
+
+
+def changes_of(args: Any, before: dict[str, Any], step: int) -> str:
+    """Return where a run resumes, and how its flags differ from those ``before``."""
     changes = [
-        f"{name} {before} -> {getattr(args, name)}"
-        for name, before in saved.args.items()
-        if name != "resume" and before != getattr(args, name)
+        f"{name} {value} -> {getattr(args, name)}"
+        for name, value in before.items()
+        if name != "resume" and value != getattr(args, name)
     ]
-    return "; ".join([f"{text}\nresuming at step {saved.global_step:,}", *changes])
+    return "; ".join([f"resuming at step {step:,}", *changes])
 
 
 def status_of(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -24,7 +24,6 @@ from clusterenv_runtime.errors import one_line
 
 from .arguments import ScriptArgs, check_flags, resume_command, resumed_flags
 from .checkpoint import (
-    State,
     has_checkpoint,
     is_finite,
     load_checkpoint,
@@ -55,12 +54,24 @@ from .logs import (
     summary_of,
     write_results,
 )
-from .progress import Progress, end_of, say, start_of, status_of
+from .progress import Progress, changes_of, end_of, say, start_of, status_of
 from .signals import Signals
 from .stream import ready_chunks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class State(msgspec.Struct):
+    """The content of a run's checkpoint."""
+
+    args: dict[str, Any]
+    parts: dict[str, Any]
+    rng: dict[str, Any]
+    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    waiting: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    wandb_id: str | None
 
 
 class Run:
@@ -114,7 +125,9 @@ class Run:
                 # Lock first, because the lock's holder may be about to write the next checkpoint.
                 if self._writes and not args.dry_run and os.path.isdir(self.path):
                     lock(self.path)
-                self._saved = load_checkpoint(self.path)
+                saved = load_checkpoint(self.path)
+            with one_line_for(msgspec.ValidationError, text=f"{self.path} is no run's"):
+                self._saved = msgspec.convert(saved, State)
             args = resumed_flags(self._saved.args, args, fixed)
         if args.num_envs is None:
             args.num_envs = args.num_workers * args.envs_per_worker
@@ -157,7 +170,9 @@ class Run:
         )
         self._progress = Progress(is_quiet=not self._writes)
         if self._writes:
-            say(start_of(args, self.path, self._saved))
+            say(start_of(args, self.path))
+            if self._saved:
+                say(changes_of(args, self._saved.args, step))
         return self.writer
 
     def _make_directory(self) -> None:
@@ -181,6 +196,7 @@ class Run:
                 yield
         except ScriptError:
             if self._is_new:
+                self.writer.close()
                 shutil.rmtree(self.path, ignore_errors=True)
                 with suppress(OSError):  # the parent directory holds other runs
                     os.rmdir(os.path.dirname(self.path))
@@ -241,7 +257,7 @@ class Run:
             with suppress(OSError):  # of a full disk, which may still have room for a checkpoint
                 # Logs up to here belong to this checkpoint. A resumed run drops later logs.
                 self.writer.flush()
-            save_checkpoint(self.path, state)
+            save_checkpoint(self.path, msgspec.structs.asdict(state), state.global_step)
             if self.args.save_model:
                 save_model(self.path, self._model.state_dict(), self.args)
         except OSError as error:

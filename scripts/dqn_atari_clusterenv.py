@@ -194,6 +194,9 @@ if __name__ == "__main__":
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
     check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency")
+    spec = gym.registry.get(args.env_id)
+    is_game = spec is None or "ale_py" in str(spec.entry_point)
+    check(is_game, f"--env-id must be an Atari game, such as ALE/Pong-v5, not {args.env_id}")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding

@@ -17,7 +17,7 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.extras.atari import EpisodicLife, FireReset
+from clusterenv_runtime.extras import atari
 from clusterenv_utils import CudaGraph, Run, ScriptArgs, check, evaluate, parse
 
 FRAME_STACK = 4
@@ -86,8 +86,8 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
         # Record the statistics of whole games, with rewards that are not clipped.
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
-        env = EpisodicLife(env)
-        env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
+        env = atari.EpisodicLife(env)
+        env = atari.FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
         env = gym.wrappers.TransformReward(env, np.sign)
         return gym.wrappers.FrameStackObservation(env, FRAME_STACK)
 
@@ -228,6 +228,9 @@ if __name__ == "__main__":
     check(whole, f"--num-minibatches must divide the batch of {args.batch_size} samples")
     several = args.minibatch_size > 1 or not args.norm_adv
     check(several, "--num-minibatches leaves one sample in each: use fewer, or --no-norm-adv")
+    spec = gym.registry.get(args.env_id)
+    is_game = spec is None or "ale_py" in str(spec.entry_point)
+    check(is_game, f"--env-id must be an Atari game, such as ALE/Pong-v5, not {args.env_id}")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding

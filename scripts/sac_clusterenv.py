@@ -155,7 +155,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, size, device="cpu", in_checkpoints=True):
-        self.size, self.device, self.in_checkpoints = size, device, in_checkpoints
+        self.size, self.device, self.in_checkpoints = size, torch.device(device), in_checkpoints
         self.inserted, self.columns = 0, {}
 
     def add(self, transitions):

@@ -11,6 +11,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from clusterenv_utils.export import TOLERANCE, Acting, export
+from clusterenv_utils.export import main as export_main
 from gymnasium.spaces import Box, Dict, Discrete
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
@@ -21,13 +23,11 @@ from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.actor import Actor
 from clusterenv_runtime.policy.tensors import flat_weights, numbers_of
 from clusterenv_utils import play
-from clusterenv_utils.export import TOLERANCE, Acting, export
-from clusterenv_utils.export import main as export_main
-from clusterenv_utils.model import load_model, save_model
+from clusterenv_utils.checkpoint import save_model
+from clusterenv_utils.trained import load_model
 
 from . import scripts
 from .scripts import ROOT
-from .test_ppo_clusterenv import TINY
 
 PPO = "ppo_clusterenv"
 # Each script's environment, by its observation space and action space.

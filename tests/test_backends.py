@@ -14,6 +14,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from clusterenv_utils.environments import make_vec, one_line_for_environments
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
@@ -24,7 +25,6 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.arrays import map_space
 from clusterenv_runtime.policy.tensors import to_tensors
-from clusterenv_utils.environments import make_vec, one_line_for_environments
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same

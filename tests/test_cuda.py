@@ -13,12 +13,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplay
 from torch.distributions import Distribution
 
 from clusterenv_runtime import ClusterEnv
 from clusterenv_utils import CudaGraph, ReplayBuffer, replay_device
 from clusterenv_utils.checkpoint import load_part
-from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplay
 from experiments.benchmarks.steps import SCRIPTS, loss_of, make
 
 from . import scripts

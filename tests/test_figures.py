@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from clusterenv_utils.estimates import interval, iqm
 from torch.utils.tensorboard import SummaryWriter
 
-from clusterenv_utils.estimates import interval, iqm
 from experiments.figures import claims, collect, plot, slow_network, tasks
 from experiments.figures.claims import difference
 from experiments.figures.network import Delay, Network

@@ -26,13 +26,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from clusterenv_utils.learners import LearnersRun
+from clusterenv_utils.learners.learners import Learners
+from clusterenv_utils.learners.run import SharedWorkers, _NoWriter, fingerprint
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Frames, Interrupted
 from clusterenv_runtime.errors import LearnerLostError
-from clusterenv_utils.learners import LearnersRun
-from clusterenv_utils.learners.learners import Learners
-from clusterenv_utils.learners.run import SharedWorkers, _NoWriter, fingerprint
 from scripts import ppo_multilearner_clusterenv
 
 from .envs import CountingEnv, assert_same

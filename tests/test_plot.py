@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
+from clusterenv_utils.logged import LoggedRun
 from torch.utils.tensorboard import SummaryWriter
 
 from clusterenv_utils import plot
-from clusterenv_utils.logged import LoggedRun
 
 BEGIN = time.time() + 1000  # the wall time at which all runs here begin
 OURS = {"exp_name": "ppo_clusterenv", "env_id": "CartPole-v1", "num_steps": 8, "seed": 1}

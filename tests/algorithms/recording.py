@@ -103,7 +103,7 @@ def main(output, script, interrupt, *flags):
     from clusterenv_runtime import ClusterEnv, Rollout
     from clusterenv_runtime import script as harness
     from clusterenv_utils import Run
-    from clusterenv_utils.curve import LearningCurve
+    from clusterenv_utils.logs import LearningCurve
 
     recording, kept = Recording(), {}
     original = {

@@ -8,10 +8,10 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from clusterenv_utils.normalize import Moments, Normalize, discount, scale_rewards
 
 from clusterenv_runtime.arrays import Frames
 from clusterenv_runtime.rollout import Rollout
-from clusterenv_utils.normalize import Moments, Normalize, discount, scale_rewards
 
 from .reference import advantages_by_definition
 from .toys import spaces_of

@@ -8,15 +8,15 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplay
+from clusterenv_utils.normalize import NormalizeReward
+from clusterenv_utils.summary import summary_of
 
 from clusterenv_runtime import Frames
 from clusterenv_runtime.extras.atari import EpisodicLife
 from clusterenv_utils import evaluate, seeded_device
 from clusterenv_utils.checkpoint import rng_state, set_rng_state
-from clusterenv_utils.curve import LearningCurve
-from clusterenv_utils.frame_replay import ReplayBuffer as FrameReplay
-from clusterenv_utils.normalize import NormalizeReward
-from clusterenv_utils.summary import summary_of
+from clusterenv_utils.logs import LearningCurve
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

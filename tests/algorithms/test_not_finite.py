@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from clusterenv_utils.checks import check_finite
 
 from clusterenv_runtime import Interrupted
 from clusterenv_utils.checkpoint import load_checkpoint
-from clusterenv_utils.checks import check_finite
 from tests import scripts
 
 ENDS = """

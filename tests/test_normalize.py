@@ -1,4 +1,4 @@
-"""The script for continuous actions, run as a user runs it, and above all its normalization."""
+"""The normalization of continuous PPO, over whole runs."""
 
 import json
 import os
@@ -12,29 +12,13 @@ import pytest
 import torch
 
 from clusterenv_utils.checkpoint import load_checkpoint
-from clusterenv_utils.model import load_model
+from clusterenv_utils.trained import load_model
 
 from . import scripts
 from .patience import PATIENCE, wait_until
-from .scripts import ROOT, environment, scalars, workers_of
-from .test_ppo_clusterenv import METRICS, SUMMARY
+from .scripts import ROOT, environment, workers_of
 
 SCRIPT = "scripts/ppo_continuous_clusterenv.py"
-TINY = [
-    "--env-id",
-    "Pendulum-v1",
-    "--envs-per-worker",
-    "2",
-    "--num-steps",
-    "16",
-    "--num-minibatches",
-    "2",
-]
-TINY += ["--update-epochs", "2", "--total-timesteps", "320", "--eval-episodes", "2"]
-
-
-def train(directory, *flags):
-    return scripts.train(SCRIPT, directory, *TINY, *flags)
 
 
 def keeping_what_it_saw(directory):
@@ -43,7 +27,7 @@ def keeping_what_it_saw(directory):
     update = "            obs_moments.update("
     assert text.count(update) == 1
     keep = (
-        "            np.savez(f'{run.directory.path}/seen-{run.global_step:09d}', "
+        "            np.savez(f'{run.path}/seen-{run.global_step:09d}', "
         "rollout=rollout.observations)\n"
     )
     (directory / Path(SCRIPT).name).write_text(text.replace(update, keep + update))
@@ -71,38 +55,9 @@ def check_moments(folder):
     agent = state["parts"]["agent"]
     np.testing.assert_array_equal(agent["normalize.mean"].numpy(), kept["mean"].float().numpy())
     np.testing.assert_allclose(agent["normalize.scale"].numpy(), 1 / np.sqrt(var + 1e-8), rtol=1e-6)
-    model = load_model(folder / "ppo_continuous_clusterenv.cleanrl_model").model
+    model = load_model(folder / "ppo_continuous_clusterenv.cleanrl_model")["model"]
     assert all(torch.equal(model[name], agent[name]) for name in agent)
     return state
-
-
-@pytest.fixture(scope="module")
-def always(tmp_path_factory):
-    flags = ["--sync-mode", "always", "--weights", "float32", "--no-overlap"]
-    return train(tmp_path_factory.mktemp("always"), *flags)
-
-
-def test_run_leaves_summary_model_and_logs(always):
-    folder, summary = always
-    assert set(summary) >= SUMMARY
-    assert (summary["global_step"], summary["pulls_per_worker"]) == (320, 5)
-    # No episode has ended yet.
-    assert set(scripts.events_of(folder).Tags()["scalars"]) >= {
-        tag for tag in METRICS if "episodic" not in tag
-    }
-
-
-@pytest.mark.long
-def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_at_lag_0(
-    always, tmp_path
-):
-    flags = ["--sync-mode", "always", "--weights", "float32", "--no-overlap"]
-    (tmp_path / "same").mkdir()
-    again, _ = train(tmp_path / "same", *flags)
-    plain, _ = train(tmp_path, *flags, "--no-decoupled")
-    losses = [scalars(folder, "losses/policy_loss") for folder in (always[0], again, plain)]
-    assert losses[0] == losses[1]
-    assert losses[0] == pytest.approx(losses[2], abs=1e-4)
 
 
 @pytest.mark.long
@@ -110,7 +65,7 @@ def test_same_seed_gives_the_same_run_and_the_decoupled_objective_is_plain_ppo_a
 def test_it_normalizes_by_all_observations_even_after_kills_and_a_resume(tmp_path, num_workers):
     keeping_what_it_saw(tmp_path)
     flags = [
-        *TINY,
+        *scripts.TINY[SCRIPT],
         "--num-workers",
         str(num_workers),
         "--run-name",
@@ -143,28 +98,3 @@ def test_it_normalizes_by_all_observations_even_after_kills_and_a_resume(tmp_pat
     )
     assert check_moments(folder)["global_step"] == step + 5 * batch
     assert json.loads((folder / "summary.json").read_text())["eval_return_mean"] < 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            "--env-id CartPole-v1",
-            "actions must be continuous vectors, not Discrete(2): CartPole-v1",
-        ),
-        (
-            "--num-minibatches 3",
-            "--num-minibatches 3 must divide the batch of 4 environments x 16 steps = 64",
-        ),
-    ],
-)
-def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, flags, says):
-    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags.split()], says)
-
-
-@pytest.mark.parametrize("backend", ["gymnasium", "envpool"])
-def test_it_trains_mujocos_environments(tmp_path, backend):
-    pytest.importorskip("mujoco" if backend == "gymnasium" else "envpool")
-    flags = ["--env-id", "HalfCheetah-v5", "--env-backend", backend, "--total-timesteps", "192"]
-    _, summary = train(tmp_path, *flags)
-    assert summary["global_step"] == 192 and summary["sync_bytes"] > 0
