@@ -98,16 +98,15 @@ def one_line_for_environments(args: Any) -> Iterator[None]:
         raise ScriptError(f"{' '.join(flags)}: {one_line(error)}") from error
 
 
-def check_finite(rollout: Rollout, first_row: int = 0) -> None:
+def check_finite(rollout: Rollout) -> None:
     """Raise Interrupted if observations are not finite.
 
-    Final observations of terminations do not count, because nothing follows them. ``first_row`` is
-    the first environment's number.
+    Final observations of terminations do not count, because nothing follows them.
     """
     wrong = not_finite(rollout.observations, 2).any(0) | not_finite(rollout.next_observations, 1)
     steps, envs = np.nonzero(rollout.terminations | rollout.truncations)
     goes_on = ~rollout.terminations[steps, envs]
     wrong[envs[goes_on & not_finite(rollout.final_observations, 1)]] = True
     if wrong.any():
-        rows = (np.unique(rollout.rows[wrong]) + first_row).tolist()
+        rows = np.unique(rollout.rows[wrong]).tolist()
         raise Interrupted(f"environments {rows} gave observations that are not finite")

@@ -97,7 +97,7 @@ class FrameReplayBuffer:
         frames = self.frames.index_select(0, held).to(device)
         obs, next_obs = frames.view(batch_size, 2, -1, *frames.shape[1:]).unbind(1)
         return {
-            "obs": obs, "next_obs": next_obs, "actions": self.actions[inds].to(device),
+            "obs": obs, "actions": self.actions[inds].to(device), "next_obs": next_obs,
             "rewards": self.rewards[inds].to(device), "dones": self.dones[inds].to(device),
         }  # fmt: skip
 

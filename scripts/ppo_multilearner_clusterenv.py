@@ -22,7 +22,7 @@ from torch.distributions import Categorical
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
-from clusterenv_utils import Run, ScriptArgs, check, evaluate, parse
+from clusterenv_utils import Run, ScriptArgs, ScriptError, check, evaluate, parse
 
 # The defaults are tuned for LunarLander-v3, and apply to every --env-id. These are CleanRL's:
 CLEANRL = "--learning-rate 2.5e-4 --num-envs 4 --num-minibatches 4 --gamma 0.99 --gae-lambda 0.95"
@@ -201,24 +201,33 @@ def ppo_loss(agent, args, mb):
 rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def communicate(collective, *arguments):
+    """Call a function of torch.distributed, which ends the run if another learner is lost."""
+    try:
+        collective(*arguments)
+    except RuntimeError as error:
+        says, *_ = str(error).splitlines()
+        raise ScriptError(f"learner {rank} has lost the others: {says}") from error
+
+
 def gather(value):
-    """Return all learners' values, in their order. Call it between updates: a lost learner ends the
-    run here, where nothing is half done.
+    """Return all learners' values, in their order. Between updates, where nothing is half done: if
+    another learner is lost, the run is saved.
     """
     values = [value] * world_size
     if world_size > 1:
         try:
-            dist.all_gather_object(values, value)
-        except RuntimeError as error:
-            raise Interrupted(f"learner {rank} has lost the others: {error}") from None
+            communicate(dist.all_gather_object, values, value)
+        except ScriptError as error:
+            raise Interrupted(str(error)) from None
     return values
 
 
 def gather_rows(values):
     """Return `(num_steps, num_envs, ...)` of all learners' `(num_steps, own_envs, ...)`, flat."""
-    parts = [torch.empty_like(values) for _ in range(world_size)]
     if world_size > 1:
-        dist.all_gather(parts, values.contiguous())
+        parts = [torch.empty_like(values) for _ in range(world_size)]
+        communicate(dist.all_gather, parts, values.contiguous())
         values = torch.cat(parts, dim=1)
     return values.flatten(0, 1)
 
@@ -227,7 +236,7 @@ def average(values):
     """Return the average of `values` over all learners."""
     if world_size > 1:
         values = values.detach().clone()
-        dist.all_reduce(values)
+        communicate(dist.all_reduce, values)
     return values / world_size
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from clusterenv_utils.estimates import interval, iqm
 from torch.utils.tensorboard import SummaryWriter
 
 from experiments.figures import claims, collect, plot, slow_network, tasks
@@ -21,6 +20,7 @@ from experiments.figures.claims import difference
 from experiments.figures.network import Delay, Network
 from experiments.sweeps.attempts import directory_of, here
 from experiments.sweeps.configurations import configurations, load
+from tools.plot import interval, iqm
 
 from .machine import do_without, refusal_of_namespaces
 from .scripts import ROOT

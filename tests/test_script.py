@@ -51,7 +51,7 @@ def after(line, *lines):
 
 SHUFFLE = "                b_inds = torch.randperm(args.batch_size, device=device)"
 EDITS = [
-    ("from clusterenv_utils import CudaGraph,", "from clusterenv_utils import Counters, CudaGraph,"),
+    ("import CudaGraph,", "import Counters, CudaGraph,"),
     after('    run.keep("agent", agent.to(device))',
           'extra = run.keep("extra", nn.Linear(1, 1, bias=False, device=device))',  # a module
           'count = run.keep("count", Counters(epochs=0))'),  # a counter
@@ -245,7 +245,7 @@ def test_arguments_of_environments_are_read_from_one_string(text, kwargs):
     [
         (
             "gravity",
-            "env_kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true': "
+            "--env-kwargs must be name=value pairs, as in 'gravity=-5 enable_wind=true': "
             "gravity is not name=value",
         ),
         ("a=1 a=2", "a=2 is not name=value, or repeats a name"),

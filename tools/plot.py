@@ -144,7 +144,8 @@ def make_settings(runs):
     environments = sorted({run.flags.get("env_id", "") for run in runs} - {""})
     one = "draw the runs of each environment alone: these are on"
     check(len(environments) <= 1, f"{one} {', '.join(environments)}")
-    flags = {run: {k: v for k, v in run.flags.items() if k not in SAME} for run in runs}
+    same = SAME | {"env_id"}
+    flags = {run: {k: v for k, v in run.flags.items() if k not in same} for run in runs}
     for run, own in flags.items():
         if not own:  # of Stable-Baselines3: the name without the number at the end
             own["run"] = re.sub(r"_\d+$", "", run.name)

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from clusterenv_utils.curve import on_grid
-from clusterenv_utils.logged import LoggedRun
 from experiments.sweeps.attempts import directory_of, replace, result_of
 from experiments.sweeps.checks import check
 from experiments.sweeps.configurations import configurations, fill_macros, load, nest
+from tools.plot import LoggedRun, on_grid
 
 POINTS = 50  # points per curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
@@ -74,7 +73,7 @@ def curves(logs, total_steps):
         values = np.full(POINTS, np.nan)
         if tag in run.tags:
             scalars = run.scalars(tag)
-            values = on_grid(scalars.steps, scalars.values, grid, last=name in LAST)
+            values = on_grid(scalars["steps"], scalars["values"], grid, last=name in LAST)
         table[name] = ["" if np.isnan(value) else number(float(value)) for value in values]
     return table
 

@@ -13,7 +13,7 @@ def plot(rows, metric, output):
     # These imports take longer than all others.
     from matplotlib.figure import Figure
 
-    from clusterenv_utils.estimates import iqm
+    from tools.plot import iqm
 
     swept = {path for path in rows[0][0] if len({str(flat[path]) for flat, _ in rows}) > 1}
     # Seeds are repetitions, not a setting.
