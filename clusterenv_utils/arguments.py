@@ -13,8 +13,9 @@ import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatch
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 import tyro
@@ -252,6 +253,25 @@ def that_run_code(args: ScriptArgs) -> dict[str, Any]:
     """Return the flags whose values can run code, by name."""
     values = {name: getattr(args, name, None) for name in RUNS_CODE}
     return {name: value for name, value in values.items() if value and RUNS_CODE[name](value)}
+
+
+def new_name(args: Any) -> str:
+    """Return the name of a new run without a --run-name."""
+    env_id = re.sub("[/:]", "-", args.env_id)
+    now = datetime.now()
+    time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start together
+    return f"{env_id}__{args.exp_name}__{args.seed}__{now:%Y%m%d}-{time_of_day}"
+
+
+def resumed_path(args: ScriptArgs) -> str:
+    """Return the directory of the run that --resume names. A --run-name must name the same."""
+    directory = cast(str, args.resume)
+    name = os.path.relpath(directory, "runs")
+    where = "must be runs/NAME in the working directory"
+    check(not name.startswith("."), f"--resume {where}, got {directory}")
+    another = f"--run-name {args.run_name} is not the run of --resume {directory}"
+    check(args.run_name in (None, name), another)
+    return f"runs/{name}"
 
 
 def resumed_flags(saved: dict[str, Any], args: T, fixed: Iterable[str]) -> T:

@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, cast
 
+import msgspec
 import numpy as np
 import torch
 
@@ -32,6 +33,18 @@ logger = logging.getLogger(__name__)
 KEPT = 2  # the newest checkpoints, in case the last one is damaged
 PLAIN = bool, int, float, str, bytes
 _NAME = re.compile(r"checkpoint-(\d+)\.pt")
+
+
+class State(msgspec.Struct):
+    """The content of a run's checkpoint."""
+
+    args: dict[str, Any]
+    parts: dict[str, Any]
+    rng: dict[str, Any]
+    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    waiting: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
+    wandb_id: str | None
 
 
 class Counters(SimpleNamespace):

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
 
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.errors import one_line
 
 from .checkpoint import replaced
@@ -179,3 +180,14 @@ def write_results(directory: str, summary: dict[str, Any], curve: LearningCurve)
 def as_json(summary: dict[str, Any]) -> bytes:
     """Return a summary as JSON, with null in place of numbers that are not finite."""
     return msgspec.json.encode(summary, enc_hook=float)  # for NumPy's numbers
+
+
+def workers_scalars(envs: ClusterEnv, seconds: float) -> dict[str, float]:
+    """Return each worker's speed, share of time spent waiting, and lag, by the scalars' names."""
+    lags = envs.policy_version - envs.held_versions
+    columns = {"SPS": envs.steps, "waiting": envs.waiting_seconds, "policy_lag": lags * seconds}
+    return {
+        f"workers/{name}_{index}": float(value / seconds)
+        for name, values in columns.items()
+        for index, value in enumerate(values)
+    }

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import datetime
-from typing import Annotated, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -22,8 +20,16 @@ import torch
 from clusterenv_runtime import ClusterEnv, Policy, Rollout
 from clusterenv_runtime.errors import one_line
 
-from .arguments import ScriptArgs, check_flags, resume_command, resumed_flags
+from .arguments import (
+    ScriptArgs,
+    check_flags,
+    new_name,
+    resume_command,
+    resumed_flags,
+    resumed_path,
+)
 from .checkpoint import (
+    State,
     has_checkpoint,
     is_finite,
     load_checkpoint,
@@ -52,6 +58,7 @@ from .logs import (
     open_writer,
     start_wandb,
     summary_of,
+    workers_scalars,
     write_results,
 )
 from .progress import Progress, changes_of, end_of, say, start_of, status_of
@@ -60,18 +67,6 @@ from .stream import ready_chunks
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class State(msgspec.Struct):
-    """The content of a run's checkpoint."""
-
-    args: dict[str, Any]
-    parts: dict[str, Any]
-    rng: dict[str, Any]
-    global_step: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
-    seconds: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
-    waiting: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
-    wandb_id: str | None
 
 
 class Run:
@@ -120,7 +115,7 @@ class Run:
         if args.resume is None:
             self.path = f"runs/{args.run_name or new_name(args)}"
         else:
-            self.path = _resumed_path(args)
+            self.path = resumed_path(args)
             with one_line_for(OSError, text=f"cannot write to {self.path}"):
                 # Lock first, because the lock's holder may be about to write the next checkpoint.
                 if self._writes and not args.dry_run and os.path.isdir(self.path):
@@ -446,33 +441,3 @@ class Run:
                 self._write()
         finally:  # print last, so that no file depends on it, but also if a file fails
             say(end_of(summary, self.path))
-
-
-def new_name(args: Any) -> str:
-    """Return the name of a new run without a --run-name."""
-    env_id = re.sub("[/:]", "-", args.env_id)
-    now = datetime.now()
-    time_of_day = f"{now:%H%M%S}-{now.microsecond // 1000:03}"  # jobs of an array start together
-    return f"{env_id}__{args.exp_name}__{args.seed}__{now:%Y%m%d}-{time_of_day}"
-
-
-def _resumed_path(args: ScriptArgs) -> str:
-    """Return the directory of the run that --resume names. A --run-name must name the same."""
-    directory = cast(str, args.resume)
-    name = os.path.relpath(directory, "runs")
-    where = "must be runs/NAME in the working directory"
-    check(not name.startswith("."), f"--resume {where}, got {directory}")
-    another = f"--run-name {args.run_name} is not the run of --resume {directory}"
-    check(args.run_name in (None, name), another)
-    return f"runs/{name}"
-
-
-def workers_scalars(envs: ClusterEnv, seconds: float) -> dict[str, float]:
-    """Return each worker's speed, share of time spent waiting, and lag, by the scalars' names."""
-    lags = envs.policy_version - envs.held_versions
-    columns = {"SPS": envs.steps, "waiting": envs.waiting_seconds, "policy_lag": lags * seconds}
-    return {
-        f"workers/{name}_{index}": float(value / seconds)
-        for name, values in columns.items()
-        for index, value in enumerate(values)
-    }
