@@ -56,6 +56,7 @@ INTERRUPT = 2  # the interrupted iteration, of four with 16 steps each
 STEP = 16 * INTERRUPT
 BY_THE_CLOCK = (
     "time/",
+    "workers/",
     "charts/SPS",
     "throughput/produced_sps",
     "throughput/consumed_sps",
