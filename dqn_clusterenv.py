@@ -63,7 +63,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     """
 
     # Distribution specific arguments
-    torch_threads: int | None = 1
+    torch_threads: int = 1
     """the number of torch threads in the learner. More gain nothing for networks this small, and
     stall runs that share the machine
     """
@@ -223,7 +223,7 @@ if __name__ == "__main__":
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     alike = args.num_envs % args.num_workers == 0
-    check(alike, "--num-envs must be a multiple of --num-workers: all chunks have the same size")
+    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
@@ -235,8 +235,7 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_threads is not None:
-        torch.set_num_threads(args.torch_threads)
+    torch.set_num_threads(args.torch_threads)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TensorFloat-32
@@ -252,9 +251,9 @@ if __name__ == "__main__":
         envs = ClusterEnv(env_fns, **run.options())
         space = envs.single_action_space
         discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
-        check(discrete, f"actions must be discrete, from 0, not {space}: {args.env_id}")
+        check(discrete, f"actions must be discrete, from 0, not {space}")
         shape = envs.single_observation_space.shape or ()
-        check(len(shape) == 1, f"observations must be vectors, not {shape}: {args.env_id}")
+        check(len(shape) == 1, f"observations must be vectors, not {shape}")
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
@@ -277,8 +276,8 @@ if __name__ == "__main__":
         # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
-        first = f"collecting {args.learning_starts:,} steps before learning"
-        print(f"no replay buffer in the checkpoint: {first}")
+        first = f"collecting {args.learning_starts} steps"
+        print(f"no replay buffer in the checkpoint: {first} before learning")
 
     def explore(step):
         duration = args.exploration_fraction * args.total_timesteps
@@ -325,9 +324,12 @@ if __name__ == "__main__":
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
             run.log("losses", {name: values.mean() for name, values in losses.items()})
-            learned, produced = count.gradient_steps * args.batch_size, run.global_step
-            rates = {"produced_sps": produced / run.seconds, "consumed_sps": learned / run.seconds}
-            run.log("throughput", {**rates, "replay_ratio": learned / produced})
+            learned = count.gradient_steps * args.batch_size
+            rates = {
+                "consumed_sps": learned / run.seconds,
+                "replay_ratio": learned / run.global_step,
+            }
+            run.log("throughput", rates)
 
         policy.epsilon = args.end_e
         steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}

@@ -189,7 +189,7 @@ if __name__ == "__main__":
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     alike = args.num_envs % args.num_workers == 0
-    check(alike, "--num-envs must be a multiple of --num-workers: all chunks have the same size")
+    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
@@ -255,8 +255,8 @@ if __name__ == "__main__":
         # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
-        first = f"collecting {args.learning_starts:,} steps before learning"
-        print(f"no replay buffer in the checkpoint: {first}")
+        first = f"collecting {args.learning_starts} steps"
+        print(f"no replay buffer in the checkpoint: {first} before learning")
 
     def explore(step):
         duration = args.exploration_fraction * args.total_timesteps
@@ -293,9 +293,12 @@ if __name__ == "__main__":
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
             run.log("losses", {name: values.mean() for name, values in losses.items()})
-            learned, produced = count.gradient_steps * args.batch_size, run.global_step
-            rates = {"produced_sps": produced / run.seconds, "consumed_sps": learned / run.seconds}
-            run.log("throughput", {**rates, "replay_ratio": learned / produced})
+            learned = count.gradient_steps * args.batch_size
+            rates = {
+                "consumed_sps": learned / run.seconds,
+                "replay_ratio": learned / run.global_step,
+            }
+            run.log("throughput", rates)
 
         policy.epsilon = args.end_e
         steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}

@@ -72,7 +72,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     """the width of the two hidden layers in the actor and in the critic"""
 
     # Distribution specific arguments
-    torch_threads: int | None = 1
+    torch_threads: int = 1
     """the number of torch threads in the learner. More gain nothing for networks this small, and
     stall runs that share the machine
     """
@@ -302,8 +302,7 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_threads is not None:
-        torch.set_num_threads(args.torch_threads)
+    torch.set_num_threads(args.torch_threads)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TensorFloat-32
@@ -325,9 +324,9 @@ if __name__ == "__main__":
         envs = ClusterEnv(env_fns, **options)
         space = envs.single_action_space
         discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
-        check(discrete, f"actions must be discrete, from 0, not {space}: {args.env_id}")
+        check(discrete, f"actions must be discrete, from 0, not {space}")
         shape = envs.single_observation_space.shape or ()
-        check(len(shape) == 1, f"observations must be vectors, not {shape}: {args.env_id}")
+        check(len(shape) == 1, f"observations must be vectors, not {shape}")
     run.keep("envs", envs)
     agent, policy = make_policy(args, envs)
     run.keep("agent", agent.to(device))

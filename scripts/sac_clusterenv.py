@@ -65,7 +65,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     """gradient steps per environment step, whatever the number and the speed of the workers"""
 
     # Distribution specific arguments
-    torch_threads: int | None = 2
+    torch_threads: int = 2
     """the number of torch threads in the learner. A second one makes steps on batches this large
     half again as fast. Runs that share the machine do better with one thread each
     """
@@ -298,7 +298,7 @@ if __name__ == "__main__":
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
     alike = args.num_envs % args.num_workers == 0
-    check(alike, "--num-envs must be a multiple of --num-workers: all chunks have the same size")
+    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     run.begin()
@@ -308,8 +308,7 @@ if __name__ == "__main__":
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    if args.torch_threads is not None:
-        torch.set_num_threads(args.torch_threads)
+    torch.set_num_threads(args.torch_threads)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TensorFloat-32
@@ -326,9 +325,9 @@ if __name__ == "__main__":
         space = envs.single_action_space
         continuous = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
         vectors = continuous and len(space.shape) == 1 and space.is_bounded()
-        check(vectors, f"actions must be bounded continuous vectors, not {space}: {args.env_id}")
+        check(vectors, f"actions must be bounded continuous vectors, not {space}")
         shape = envs.single_observation_space.shape or ()
-        check(len(shape) == 1, f"observations must be vectors, not {shape}: {args.env_id}")
+        check(len(shape) == 1, f"observations must be vectors, not {shape}")
     run.keep("envs", envs)
     actor, policy = make_policy(args, envs)
     run.keep("actor", actor.to(device))
@@ -373,8 +372,8 @@ if __name__ == "__main__":
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on from their old number.
         count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
-        steps = f"{args.learning_starts:,} steps"
-        print(f"no replay buffer in the checkpoint: collecting {steps} before learning")
+        first = f"collecting {args.learning_starts} steps"
+        print(f"no replay buffer in the checkpoint: {first} before learning")
 
     def explore(step):
         policy.uniform = float(step < args.learning_starts)

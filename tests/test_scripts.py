@@ -165,7 +165,7 @@ def test_a_mistake_in_a_flag_is_one_line_and_leaves_nothing(
         (DQN, "--env-id Pendulum-v1", "actions must be discrete"),
         (DQN, "--train-frequency 7", "must be a multiple of --train-frequency"),
         (DQN, "--buffer-size 3", "--buffer-size must be at least a chunk of 8 steps"),
-        (DQN, "--num-envs 3", "--num-envs must be a multiple of --num-workers"),
+        (DQN, "--num-envs 3", "--num-workers must divide --num-envs"),
     ],
 )
 def test_a_mistake_in_a_scripts_own_flag_is_one_line(tmp_path, monkeypatch, script, flags, says):

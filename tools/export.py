@@ -175,8 +175,7 @@ def main(args):
     try:
         text = export(policy, space, path, args.stochastic)
     except Exception as error:  # torch and ONNX raise many kinds of errors
-        hint = "--stochastic needs no mode, a .pt2 file no ONNX"
-        text = f"{trained.path} cannot be exported to {path}: {one_line(error)}; {hint}"
+        text = f"{trained.path} cannot be exported to {path}: {one_line(error)}"
         raise ScriptError(text) from error
     print(f"{path}: {text}")
 

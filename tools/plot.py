@@ -20,7 +20,6 @@ import tyro
 from scipy.stats import bootstrap, trim_mean
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clusterenv_runtime.errors import printable
 from clusterenv_utils import ScriptArgs
 from clusterenv_utils.errors import check, one_line_for, print_error
 
@@ -142,7 +141,7 @@ def on_grid(places, values, grid, last=False):
 def make_settings(runs):
     """Return each setting's runs by a label, made of the flags in which the settings differ."""
     environments = sorted({run.flags.get("env_id", "") for run in runs} - {""})
-    one = "draw the runs of each environment alone: these are on"
+    one = "draw each environment alone:"
     check(len(environments) <= 1, f"{one} {', '.join(environments)}")
     same = SAME | {"env_id"}
     flags = {run: {k: v for k, v in run.flags.items() if k not in same} for run in runs}
@@ -154,12 +153,8 @@ def make_settings(runs):
     settings = {}
     for run, own in flags.items():
         parts = [f"{name}={own[name]}" for name in differing if name in own]
-        label = printable(", ".join(parts)) or run.flags.get("exp_name") or own["run"]
+        label = ", ".join(parts) or run.flags.get("exp_name") or own["run"]
         settings.setdefault(label, []).append(run)
-    for label, members in settings.items():
-        seeds = [run.flags["seed"] for run in members if "seed" in run.flags]
-        if len(set(seeds)) < len(seeds):
-            print(f"warning: {label}: several runs of one seed; each counts", file=sys.stderr)
     return settings
 
 
@@ -241,10 +236,9 @@ def draw_figure(settings, tags, table, smooth):
 
 
 def main(args):
-    check(args.runs, "name the runs to compare, such as runs/A* runs/B*")
+    check(args.runs, "name the runs to compare")
     base, ending = os.path.splitext(args.output)
     check(ending, f"--output must end as in comparison.png, got {args.output}")
-    check(args.smooth > 0, "--smooth must be at least 1")
     runs = [LoggedRun(path) for path in dict.fromkeys(map(os.path.realpath, args.runs))]
     wanted = [args.metric] if args.metric else RETURNS
     found = {run: [tag for tag in wanted if tag in run.tags] for run in runs}
@@ -253,16 +247,16 @@ def main(args):
     check(tags, f"no run has {' or '.join(wanted)}, but {', '.join(known)}")
     for run in runs:
         if run not in tags:
-            print(f"warning: left out: {printable(run.name)} has no {wanted[0]}", file=sys.stderr)
+            print(f"warning: left out: {run.name} has no {wanted[0]}", file=sys.stderr)
     settings = make_settings(tags)
     table = make_table(settings, tags)
     print(table)
     figure, rows = draw_figure(settings, tags, table, args.smooth)
     with one_line_for(OSError, ValueError, text=f"cannot write {args.output}"):
         figure.savefig(args.output, dpi=150)
-        with open(f"{base}.csv", "w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
-    print(f"see {args.output} and {base}.csv")
+        with open(f"{base}.csv", "w") as file:
+            csv.writer(file).writerows(rows)
+    print(f"see {args.output}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,6 @@ BY_THE_CLOCK = (
     "time/",
     "workers/",
     "charts/SPS",
-    "throughput/produced_sps",
     "throughput/consumed_sps",
 )
 
