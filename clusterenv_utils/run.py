@@ -190,6 +190,7 @@ class Run:
             with one_line_for_environments(self.args):
                 yield
         except ScriptError:
+            self._progress.close()
             if self._is_new:
                 self.writer.close()
                 shutil.rmtree(self.path, ignore_errors=True)

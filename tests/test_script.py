@@ -314,6 +314,7 @@ def test_long_waits_before_the_first_report_and_in_the_evaluation_are_shown(monk
             assert [line for line in told if "waiting for 1 of 2 workers" in line] == told
             # After 0.2 s and 0.4 s of 0.8 s.
             assert 1 <= len(told) <= 3 if is_told else not told
+    shown.close()
     assert told[0].startswith("evaluating (0 s so far): ")
 
 
