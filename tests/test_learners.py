@@ -204,7 +204,7 @@ class Together:
     def checkpoint(self):
         """Return the step of the newest checkpoint, or -1 if there is none."""
         steps = [
-            int(path.name.split("-")[1])
+            int(path.stem.split("-")[1])
             for path in (self.directory / "runs" / "x").glob("checkpoint-*.pt")
         ]
         return max(steps, default=-1)

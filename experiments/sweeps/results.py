@@ -12,8 +12,7 @@ def plot(rows, metric, output):
     """Plot the metric against each swept parameter: every configuration is a point."""
     # These imports take longer than all others.
     from matplotlib.figure import Figure
-
-    from tools.plot import iqm
+    from scipy.stats import trim_mean
 
     swept = {path for path in rows[0][0] if len({str(flat[path]) for flat, _ in rows}) > 1}
     # Seeds are repetitions, not a setting.
@@ -36,7 +35,9 @@ def plot(rows, metric, output):
             label="a run",
         )
         if few:
-            middle = [iqm([y for x, y in points if x == setting]) for setting in settings]
+            middle = [
+                trim_mean([y for x, y in points if x == setting], 0.25) for setting in settings
+            ]
             axes.plot(
                 range(len(settings)),
                 middle,
