@@ -4,8 +4,6 @@ A tree is one leaf, or a dict or tuple of trees. A batch of a Gymnasium space is
 or of tuples of elements that cannot be batched.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -132,7 +130,7 @@ class Frames:
             *index.shape, *self.frames.shape[1:]
         )
 
-    def only(self, key: Any) -> Frames:
+    def only(self, key: Any) -> "Frames":
         """Return the stacks at several places, with copies of only their frames.
 
         The frames must be in arrays, not tensors.
@@ -144,7 +142,7 @@ class Frames:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[...], dtype)
 
-    def reshape(self, *shape: Any) -> Frames:
+    def reshape(self, *shape: Any) -> "Frames":
         """Return the same stacks with other leading axes; ``shape`` is as in NumPy.
 
         Raises:
@@ -156,7 +154,7 @@ class Frames:
             raise ValueError(f"stacks are {stack}: they cannot be reshaped to {shape}")
         return Frames(self.frames, self.index.reshape(shape[: len(shape) - len(stack) + 1]))
 
-    def to(self, device: Any) -> Frames:
+    def to(self, device: Any) -> "Frames":
         """Return the same stacks with tensors on a torch device, where stacks are then gathered.
 
         Tensors are copied to a GPU from pinned memory, while the program goes on.

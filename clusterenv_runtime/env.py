@@ -1,7 +1,5 @@
 """ClusterEnv: a ``gymnasium.vector.VectorEnv`` whose environments live in worker processes."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import os
@@ -14,16 +12,13 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from . import messages
 from .errors import Interrupted
 from .head.acting import ActingEnv
 from .head.pool import Pool
 from .head.transport import Transport
-from .head.workers import Supervisor, Worker
-from .launchers import Launcher
-from .options import ClusterOptions, Options, parse_options
-from .policy.versions import PolicyStore
-from .setup import Process, pack_environments
+from .head.workers import Worker
+from .options import Options, parse_options
+from .setup import pack_environments
 
 logger = logging.getLogger(__name__)
 EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv]
@@ -106,19 +101,25 @@ class ClusterEnv(ActingEnv):
         environments = pack_environments(
             (
                 (
-                    env_fns if callable(env_fns) else list(env_fns[share]),
-                    len(numbers),
+                    env_fns if callable(env_fns) else list(env_fns[own]),
+                    own.stop - own.start,
                     modes,
                     allowed,
                 )
-                for share, numbers in zip(rows, shares, strict=True)
+                for own in rows
             ),
             is_shared=not launcher.remote and not launcher.prefix,
         )
         first_row = 0 if learners is None else learners.first_row
-        self._pool = start_pool(
-            environments, rows, first_row, parsed, launcher, address, allowed, learners
-        )
+        workers = [
+            Worker(index, share, first_row, *packed)
+            for index, (share, packed) in enumerate(zip(rows, environments, strict=True))
+        ]
+        transport = Transport(address, parsed.port, parsed.keys(), launcher.directory)
+        self._pool = Pool(workers, launcher, parsed, transport, allowed, learners)
+        began = time.monotonic()
+        self._pool.start()
+        logger.info("%d workers ready in %.1f s", len(workers), time.monotonic() - began)
         self._close_timeout = parsed.close_timeout
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pid, self._close_timeout)
@@ -240,56 +241,3 @@ def _check_info_keys(info_keys: Sequence[str]) -> None:
             raise ValueError(
                 f"info_keys must not have both {key!r} and '_{key}', which says where it is"
             )
-
-
-def start_pool(
-    environments: Sequence[tuple[bytes, Any]],
-    shares: Sequence[slice],
-    first_row: int,
-    options: ClusterOptions,
-    launcher: Launcher,
-    address: str | None,
-    allowed: tuple[type, ...],
-    learners: Any,
-    make_transport: Callable[..., Transport] = Transport,
-    clock: Callable[[], float] = time.monotonic,
-) -> Pool:
-    """Listen at ``address``, start a worker for each share of the rows, and wait for all of them.
-
-    ``environments`` has what `setup.pack_environments` returns for each share. A simulation passes
-    its own transport and clock.
-
-    Raises:
-        StartupError, WorkerDiedError: the head cannot listen, or a worker does not come up.
-        Exception: an environment raised it, with an `EnvError` as its cause.
-    """
-    began = clock()
-    # Read these versions from files now. By the time a worker says hello, strangers may have used
-    # up the number of files that this process may open.
-    messages.shared_versions()
-    preparation = Process(launcher)
-    workers = [
-        Worker(index, rows, first_row, *packed)
-        for index, (rows, packed) in enumerate(zip(shares, environments, strict=True))
-    ]
-    copies = [worker.copy for worker in workers]
-    store = PolicyStore(copies, options.weights == "difference", learners)
-    supervisor = Supervisor(workers, launcher, options, clock)
-    transport = make_transport(address, options.port, options.keys(), launcher.directory)
-    pool = Pool(supervisor, transport, store, options.rule, preparation, allowed)
-    flags = options.worker_flags(launcher, transport.address, transport.key_file)
-    try:
-        launcher.prepare(
-            len(workers),
-            flags,
-            transport.directory,
-            fork=options.worker_start == "fork",
-            preload=options.worker_preload.split(),
-            startup_timeout=options.startup_timeout,
-        )
-        pool.start()
-    except BaseException:
-        pool.close(timeout=0)
-        raise
-    logger.info("%d workers ready in %.1f s", len(workers), clock() - began)
-    return pool

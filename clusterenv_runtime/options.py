@@ -3,8 +3,6 @@
 The options are keyword arguments of `ClusterEnv`, and flags of the scripts.
 """
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import os

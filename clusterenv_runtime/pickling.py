@@ -143,7 +143,7 @@ def _space(names: list[str], attributes: dict[str, Any]) -> Any:
     return space
 
 
-def _instance(kind: Any, is_new: bool, args: Any, state: Any) -> Any:
+def _instance(kind: Any, is_new: bool, args: Any, state: Any, items: Any, pairs: Any) -> Any:
     """Return an instance of a class that is allowed, made as pickle would make it."""
     instance = kind.__new__(kind, *args) if is_new else kind(*args)
     if state is not None and hasattr(kind, "__setstate__"):
@@ -152,6 +152,10 @@ def _instance(kind: Any, is_new: bool, args: Any, state: Any) -> Any:
         for attributes in state if type(state) is tuple else (state,):
             for name, value in _plain(attributes or {}).items():
                 object.__setattr__(instance, name, value)
+    for item in items:
+        instance.append(item)
+    for key, item in pairs:
+        instance[key] = item
     return instance
 
 
@@ -191,10 +195,11 @@ def writer(allowed: Classes) -> Any:
                 return _space, ([*map(name_of, kind.__mro__)], content)
             if kind in BASIC + allowed:
                 function, args, *more = value.__reduce_ex__(5)
-                state, *items = *more, None, None  # type: ignore[misc]
+                state, items, pairs, *_ = *more, None, None, None  # type: ignore[misc]
                 is_new = function is copyreg.__newobj__  # type: ignore[attr-defined]
-                if (is_new or function is kind) and not any(items):
-                    return _instance, (name_of(kind), is_new, args[is_new:], state)
+                if is_new or function is kind:
+                    content = state, [*(items or ())], [*(pairs or ())]
+                    return _instance, (name_of(kind), is_new, args[is_new:], *content)
             if any(value is maker for maker in MAKERS):
                 return NotImplemented
             raise NotSendable(kind)

@@ -1,7 +1,5 @@
 """The data that the user's loop gets: rollouts, joined from all workers' parts, and evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,8 +95,8 @@ class Rollout:
 
     @classmethod
     def join(
-        cls, parts: list[RolloutPart], rows: np.ndarray, infos: dict[str, np.ndarray]
-    ) -> Rollout:
+        cls, parts: list["RolloutPart"], rows: np.ndarray, infos: dict[str, np.ndarray]
+    ) -> "Rollout":
         """Join the workers' parts, which are in row order.
 
         ``infos`` maps each of ``info_keys`` to zeros like its values, float64 before the first one
@@ -116,7 +114,7 @@ class Rollout:
         )
 
     @classmethod
-    def concatenate(cls, chunks: Sequence[Rollout]) -> Rollout:
+    def concatenate(cls, chunks: Sequence["Rollout"]) -> "Rollout":
         """Join chunks of `ClusterEnv.recv` that have the same ``num_steps``, side by side.
 
         Each chunk has columns of its own, even where several chunks of one worker follow each

@@ -4,8 +4,6 @@ Both are taken when the `ClusterEnv` is made, so a replacement gets what the fir
 head makes a `Process` and calls `pack_environments`. A worker calls `Process.take`, then `loads`.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 import multiprocessing.spawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -15,13 +16,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatch
+from importlib.metadata import entry_points
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
 import tyro
 
 from clusterenv_runtime.errors import StartupError, printable
-from clusterenv_runtime.launchers import is_ours
+from clusterenv_runtime.launchers import BUILT_IN, GROUP
 from clusterenv_runtime.options import ClusterOptions
 
 from .errors import check, one_line_for, print_error
@@ -48,7 +50,7 @@ NAME = re.compile(r"[\w+=-][\w.+=-]*")
 # Values that can run someone's code, or upload yours. A resumed run does not take them from its
 # checkpoint, which may be a stranger's: the command line must repeat them.
 RUNS_CODE = {
-    "launcher": lambda value: not is_ours(value),
+    "launcher": lambda value: is_foreign(value),
     **dict.fromkeys(("worker_prefix", "worker_preload", "key_file"), bool),
     "env_id": lambda value: ":" in value,  # Gymnasium imports the module before the colon
     **dict.fromkeys(("env_kwargs", "track"), bool),
@@ -132,6 +134,13 @@ class ScriptArgs(ClusterOptions):
     def options(self) -> dict[str, Any]:
         """Return the flags that are options of `ClusterEnv`, as its keyword arguments."""
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(ClusterOptions)}
+
+
+# Workers may get a script's `Args`, with a function that reads it. These are its fields: their
+# types in `ClusterOptions` cannot be pickled, and are not needed there.
+for _name, _field in [*ScriptArgs.__dataclass_fields__.items()]:
+    ScriptArgs.__dataclass_fields__[_name] = _field = copy.copy(_field)
+    _field.type = object
 
 
 def parse(script_args: type[T], default: T | None = None) -> T:
@@ -247,6 +256,13 @@ def _read_value(text: str) -> tuple[Any, str]:
         return json.loads(word.removeprefix("+")), rest
     except json.JSONDecodeError:
         return word, rest
+
+
+def is_foreign(launcher: str) -> bool:
+    """Return whether a launcher of this name, if there is one, comes from another package."""
+    modules = [point.module for point in entry_points(group=GROUP, name=launcher)] or [""]
+    own = all(module.startswith("clusterenv_runtime.") for module in modules)
+    return launcher not in BUILT_IN and not own
 
 
 def that_run_code(args: ScriptArgs) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from gymnasium import spaces
 
 from clusterenv_runtime import Exit, Launcher
 from clusterenv_runtime.head.pool import Pool
-from clusterenv_runtime.head.workers import Supervisor, Worker
+from clusterenv_runtime.head.workers import Worker
 from clusterenv_runtime.messages import (
     PING,
     PROTOCOL_VERSION,
@@ -26,9 +26,6 @@ from clusterenv_runtime.messages import (
 )
 from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.pickling import from_frames, pack_exception
-from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.policy.versions import PolicyStore
-from clusterenv_runtime.setup import Process as Preparation
 
 from . import test_parts
 
@@ -171,14 +168,12 @@ class Simulation:
             Worker(index, slice(size * index, size * (index + 1)), 0, b"setup", [])
             for index in range(number)
         ]
-        self.store = PolicyStore([worker.copy for worker in self.workers], rounds=True)
         options = ClusterOptions(
             startup_timeout=STARTUP_S, worker_timeout=SILENCE_S, max_worker_restarts=max_restarts
         )
-        self.supervisor = Supervisor(self.workers, self.launcher, options, self.network.clock)
-        preparation = Preparation(self.launcher)
-        self.pool = Pool(self.supervisor, self.network, self.store, SyncRule(), preparation, ())
-        self.launcher.prepare(number, [], "nowhere", startup_timeout=STARTUP_S)
+        clock = self.network.clock
+        self.pool = Pool(self.workers, self.launcher, options, self.network, clock=clock)
+        self.store = self.pool.store
         if start:
             self.pool.start()
 

@@ -97,7 +97,7 @@ class AtRandom:
         self.actions.append(self.rng.integers(self.num_actions, size=len(starts)))
         return self.actions[-1]
 
-    def finish(self, observations):
+    def finish(self):
         shape = len(self.actions), len(self.actions[0])
         return {
             "actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32),

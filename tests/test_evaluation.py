@@ -275,7 +275,7 @@ def test_the_error_for_a_return_that_is_not_finite_names_the_environment():
             return observation, np.nan, *others
 
     with ClusterEnv([CountingEnv, Odd], 1) as envs:
-        with pytest.raises(ValueError, match="not all finite") as error:
+        with pytest.raises(ValueError, match="not all rewards are finite") as error:
             envs.evaluate(CategoricalPolicy(linear(1, 2)), 2)
         assert "environment 1" in str(error.value.__cause__)
 

@@ -7,7 +7,6 @@ By default, a test sends 50,000 messages.
 
 import os
 import random
-import types
 from functools import partial
 from pathlib import Path
 
@@ -240,12 +239,10 @@ def test_nothing_that_a_worker_sends_raises_an_error_in_the_head(monkeypatch):
         real, process, reasons = pool.environments, worker.process, []
         with monkeypatch.context() as patch:
             patch.setattr(pool._transport, "send", lambda identity, frames: True)
-            patch.setattr(pool, "_supervisor", types.SimpleNamespace(**vars(pool._supervisor)))
-            supervisor = pool._supervisor
-            supervisor.describe = lambda worker: f"worker {worker.index}"
-            supervisor.refuse = lambda worker, text: reasons.append(text)
+            patch.setattr(pool, "describe", lambda worker: f"worker {worker.index}")
+            patch.setattr(pool, "_refuse", lambda worker, text: reasons.append(text))
             for name in "note_built", "note_ready", "end":
-                setattr(supervisor, name, lambda *_: None)
+                patch.setattr(pool, name, lambda *_: None)
             for number in range(FRAMES // 5):
                 asked = Collect(STEPS, 1, 0, 0.0, []), Step(None), Call("x", b"")
                 pool.outstanding = {

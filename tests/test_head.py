@@ -458,10 +458,10 @@ def test_an_answer_to_an_unknown_request_or_a_second_one_changes_nothing(answer)
 
 
 def test_a_worker_is_described_by_its_host_and_its_environments():
+    simulation = Simulation(1)
     worker = Worker(3, slice(4, 6), offset=100)
-    assert worker.describe(None) == "worker 3 (no hello yet, environments 104 to 105)"
+    describe = simulation.pool.describe
+    assert describe(worker) == "worker 3 (no hello yet, environments 104 to 105)"
     worker.process.host, worker.process.pid, worker.process.ended_because = "node7", 12, "lost"
-    assert (
-        worker.describe("a/log")
-        == "worker 3 (node7, pid 12, environments 104 to 105, lost, log a/log)"
-    )
+    simulation.launcher.log = "a/log-{}".format
+    assert describe(worker).endswith("(node7, pid 12, environments 104 to 105, lost, log a/log-3)")

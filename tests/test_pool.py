@@ -82,7 +82,7 @@ def test_ctrl_c_amid_a_wait_closes_the_pool(monkeypatch, during):
     place, name = {
         "receive": (simulation.network, "receive"),
         "handle": (simulation.pool, "_handle"),
-        "look": (simulation.supervisor, "look"),
+        "look": (simulation.pool, "look"),
     }[during]
 
     def press(*_):

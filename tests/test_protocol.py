@@ -207,8 +207,6 @@ ODD_TEXTS = "\x1b[2J", "a\n", "\n", "\u202e", "é", "a b", "x" * 256, "[red]", "
         [hello_of() + b" " * MAX_HELLO],
         [hello_of() + b"x"],
         [hello_of()[:-1]],
-        [hello_of(more=1)],
-        [hello_of(**{"\x1b[2J\n": 1})],
         [json.dumps({**vars(HELLO), "pid": float("nan")}).encode()],
         *([hello_of(**{name: 1.5})] for name in ("protocol", "index", "pid")),
         *([hello_of(**{name: True})] for name in ("protocol", "index", "pid")),

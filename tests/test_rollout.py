@@ -367,7 +367,9 @@ class Rewarding(CountingEnv):
 def test_a_reward_that_is_not_finite_stops_the_run_and_names_the_worker(reward):
     with ClusterEnv([partial(Rewarding, 1.0), partial(Rewarding, reward)], 2) as envs:
         envs.reset()
-        with pytest.raises(ValueError, match="rewards are not all finite") as caught:
+        with pytest.raises(
+            ValueError, match="not all rewards are finite from step 0 .*: environment 1$"
+        ) as caught:
             envs.rollout(CategoricalPolicy(linear(1, 2)), 5)
         assert "environment 1 on worker 1 " in str(caught.value.__cause__) and not envs.restarts
 
@@ -392,12 +394,17 @@ class Unknowing(CountingEnv):
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 def test_an_observation_that_is_not_finite_is_not_blamed_on_the_policy(at, number):
-    with ClusterEnv([partial(Unknowing, each, number) for each in (9, 9, 9, at)], 2) as envs:
+    with ClusterEnv([partial(Unknowing, each, number) for each in (9, 9, at, 9, at)], 2) as envs:
         envs.reset()
-        text = f"its observation before step {at} of the rollout holds NaN"
-        with pytest.raises(ValueError, match=text) as caught:
+        text = "not all observations are finite from step {} of the rollout on: environment {}"
+        with pytest.raises(ValueError, match="not all observations") as caught:
             envs.rollout(CategoricalPolicy(torch.nn.Linear(1, 2)), 5)
-        assert "environment 3 on worker 1 " in str(caught.value.__cause__) and not envs.restarts
+        assert str(caught.value).startswith((text.format(at, 2), text.format(at, 4)))
+        assert not envs.restarts
+    with ClusterEnv([partial(Unknowing, each, number) for each in (at, 9, at)], 1) as envs:
+        envs.reset()
+        with pytest.raises(ValueError, match=text.format(at, "0, 2")):
+            envs.rollout(CategoricalPolicy(torch.nn.Linear(1, 2)), 5)
 
 
 def test_a_policy_that_has_diverged_stops_the_run():
@@ -407,7 +414,9 @@ def test_a_policy_that_has_diverged_stops_the_run():
         envs.rollout(policy, 5)
         with torch.no_grad():
             next(policy.parameters()).fill_(torch.nan)
-        with pytest.raises(ValueError, match="params hold NaN: has the policy diverged[?]"):
+        with pytest.raises(
+            ValueError, match="log-probabilities are not finite: has the policy diverged[?]"
+        ):
             envs.rollout(policy, 5)
         assert not envs.restarts
 

@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
+import re
 import shutil
 import sys
+import typing
 
 import cloudpickle
 import gymnasium as gym
@@ -178,12 +180,8 @@ def test_a_mistake_in_a_scripts_own_flag_is_one_line(tmp_path, monkeypatch, scri
 @pytest.mark.parametrize("module", MODULES.values())
 def test_every_number_among_the_flags_has_a_range(module):
     kind = importlib.import_module(module).Args
-    numbers = {
-        field.name
-        for field in dataclasses.fields(kind)
-        if {"int", "float"} & {*str(field.type).replace("'", " ").replace(">", " ").split()}
-        or field.type in (int, float)
-    }
+    hints = typing.get_type_hints(kind)
+    numbers = {name for name, hint in hints.items() if re.search(r"\b(int|float)\b", str(hint))}
     assert len(numbers) > 20
     assert {name for name in numbers if arguments.range_of(name) is None} <= {*arguments.FREE}
 

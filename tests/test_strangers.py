@@ -144,7 +144,8 @@ def test_the_log_says_what_a_stranger_sent(cluster, workers, monkeypatch):
         while len(dropped) < 2:
             cluster.call("pid")
     assert dropped == [
-        "a stranger's message: no hello: its texts have other characters than names and versions",
+        "a stranger's message: no hello: Expected `str` matching regex "
+        r"'^[A-Za-z0-9_.:!+-]{0,255}\\Z' - at `$.host`",
         "a hello from elsewhere, pid 12: no worker 1 is expected",
     ]
 

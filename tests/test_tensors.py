@@ -301,13 +301,6 @@ def test_a_frozen_network_need_not_be_registered():
     assert torch.equal(copy_on_worker(policy).policy(observations), policy(observations))
 
 
-def test_what_a_user_names_like_hooks_travels_as_it_is():
-    policy = CategoricalPolicy(linear(1, 2))
-    hooks = torch.nn.modules.module.OrderedDict({7: "seven", 3: "three"})
-    vars(policy)["_my_hooks"] = hooks
-    assert pickle.loads(pickled(policy))._my_hooks == hooks
-
-
 def test_classes_of_a_script_are_pickled_only_once(store, monkeypatch):
     """`cloudpickle` takes milliseconds for a class, and a learner may publish often."""
     whole = []

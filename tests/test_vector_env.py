@@ -8,7 +8,6 @@ import importlib
 import multiprocessing
 import os
 import random
-import re
 import threading
 import warnings
 from copy import deepcopy
@@ -292,29 +291,17 @@ def test_wrong_number_of_seeds(counting):
 
 
 @pytest.mark.parametrize(
-    "mask, error, text",
+    "mask, error",
     [
-        (
-            [True] * 3,
-            TypeError,
-            "`options['reset_mask']` must be a numpy array, got <class 'list'>",
-        ),
-        (np.ones(2, bool), ValueError, "`options['reset_mask']` must have shape `(3,)`, got (2,)"),
-        (
-            np.ones(3, int),
-            TypeError,
-            "`options['reset_mask']` must have `dtype=np.bool_`, got int64",
-        ),
-        (
-            np.zeros(3, bool),
-            ValueError,
-            "must contain a boolean array with at least one True value",
-        ),
+        ([True] * 3, TypeError),
+        (np.ones(2, bool), ValueError),
+        (np.ones(3, int), TypeError),
+        (np.zeros(3, bool), ValueError),
     ],
 )
-def test_wrong_reset_masks(counting, mask, error, text):
+def test_wrong_reset_masks(counting, mask, error):
     for envs in (counting, SyncVectorEnv([CountingEnv] * 3)):
-        with pytest.raises(error, match=re.escape(text)):
+        with pytest.raises(error, match=r"`options\['reset_mask'\]` must"):
             envs.reset(options={"reset_mask": mask})
 
 
@@ -344,7 +331,7 @@ def test_an_error_in_a_call_is_raised_and_no_harm(counting):
         counting.call("fail", ZeroDivisionError("on purpose"))
     with pytest.raises(AttributeError, match="no_such_thing"):
         counting.get_attr("no_such_thing")
-    with pytest.raises(TypeError, match="name must be a string, got 3"):
+    with pytest.raises(TypeError, match="name must be string"):
         counting.get_attr(3)
     assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
 

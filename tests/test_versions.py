@@ -75,12 +75,6 @@ def raise_memory_error(_):
     raise MemoryError
 
 
-def test_a_hook_that_is_registered_again_does_not_change_the_structure():
-    _, store = made()
-    policy = CategoricalPolicy(linear())
-    assert [publish_with_hook(store, policy) for _ in range(3)] == [True, False, False]
-
-
 def test_a_new_object_is_noticed_even_at_the_address_of_the_last_one():
     _, store = made()
     policy = CategoricalPolicy(linear())
@@ -89,13 +83,6 @@ def test_a_new_object_is_noticed_even_at_the_address_of_the_last_one():
         policy.actor.scale = partial(leave, number)
         assert store.publish(policy)
         del policy.actor.scale
-
-
-def publish_with_hook(store, policy):
-    handle = policy.actor.register_forward_hook(leave)
-    changed = store.publish(policy)
-    handle.remove()
-    return changed
 
 
 def leave(*_):

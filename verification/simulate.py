@@ -24,7 +24,7 @@ import gymnasium as gym
 import torch
 
 from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
-from clusterenv_runtime.env import start_pool
+from clusterenv_runtime.head.pool import Pool
 
 from . import ledger
 from .ledger import Labelled
@@ -43,12 +43,13 @@ def run(seed: int, trace: bool = False) -> list[str]:
     """
     world = ledger.world = Schedule(seed)
     world.trace = [] if trace else None
-    start = functools.partial(
-        start_pool, make_transport=lambda *_: Network(world), clock=world.clock
-    )
+    pool = functools.partial(Pool, clock=world.clock)
     launcher, envs, user = Processes(world), None, None
     try:
-        with mock.patch("clusterenv_runtime.env.start_pool", start):
+        with (
+            mock.patch("clusterenv_runtime.env.Pool", pool),
+            mock.patch("clusterenv_runtime.env.Transport", lambda *_: Network(world)),
+        ):
             envs = ClusterEnv(
                 [functools.partial(Labelled, row) for row in range(world.num_envs)],
                 world.num_workers,

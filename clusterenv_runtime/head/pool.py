@@ -5,15 +5,14 @@ orders that make it a worker, then all requests that the process before it had n
 same order and with the same ``seq``. It answers each once, and may pull weights before that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
 import math
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,13 @@ from ..errors import (
     one_line,
     printable,
 )
+from ..launchers import Exit, Launcher
 from ..messages import Message, Part
+from ..options import ClusterOptions
 from ..pickling import load_exception, space_form, to_frames
-from ..policy.sync import SyncRule
-from ..policy.versions import PolicyStore
-from ..setup import Process as Preparation
 from .recovery import Recovery, Request
 from .transport import Received, Transport
-from .workers import CONNECTED, State, Supervisor, Worker
+from .workers import CONNECTED, State, Worker
 
 logger = logging.getLogger(__name__)
 waits = logging.getLogger(f"{__name__}.waits")  # its lines are progress
@@ -49,29 +47,28 @@ class Pool(Recovery):
     """The workers of one head. The pool works only in the thread that waits, and while it waits.
 
     Args:
-        supervisor: watches the workers' processes.
+        workers: all workers.
+        launcher: starts and kills the processes, and knows how they ended.
+        options: the options of the `ClusterEnv`.
         transport: the head's socket.
-        store: the policy's versions.
-        rule: the rule by which workers pull.
-        preparation: what workers take over from this process.
-        allowed: classes that workers' values may have, see `ClusterEnv`.
+        allowed, learners: see `ClusterEnv`.
+        clock: returns the time in seconds.
     """
 
     def __init__(
         self,
-        supervisor: Supervisor,
+        workers: Sequence[Worker],
+        launcher: Launcher,
+        options: ClusterOptions,
         transport: Transport,
-        store: PolicyStore,
-        rule: SyncRule,
-        preparation: Preparation,
-        allowed: tuple[type, ...],
+        allowed: tuple[type, ...] = (),
+        learners: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(supervisor.workers, store, rule, preparation)
-        self.clock = supervisor.clock
+        super().__init__(workers, launcher, options, learners, clock)
         self.is_closed = False
         self.interrupt: Interrupted | None = None  # the error that the next wait raises
         self.environments: dict[str, Any] = {}  # what the first worker says, `WorkerEnvs.describe`
-        self._supervisor = supervisor
         self._transport = transport
         self._allowed = allowed
         self._next_ping = 0.0
@@ -84,9 +81,30 @@ class Pool(Recovery):
         self.to_reset = set[int]()  # workers whose environments need a reset after an error
 
     def start(self) -> None:
-        """Start all workers, and wait until they have built their environments."""
-        self._supervisor.start()
-        self._wait(lambda: self.errors or not self._supervisor.all_must_start)
+        """Start all workers, and wait until they have built their environments.
+
+        Raises:
+            StartupError, WorkerDiedError: a worker does not come up.
+            Exception: an environment raised it, with an `EnvError` as its cause.
+        """
+        options, transport = self._options, self._transport
+        # Read these versions from files now. By the time a worker says hello, strangers may have
+        # used up the number of files that this process may open.
+        messages.shared_versions()
+        try:
+            self._launcher.prepare(
+                len(self.workers),
+                options.worker_flags(self._launcher, transport.address, transport.key_file),
+                transport.directory,
+                fork=options.worker_start == "fork",
+                preload=options.worker_preload.split(),
+                startup_timeout=options.startup_timeout,
+            )
+            self.start_all()
+            self._wait(lambda: self.errors or not self.all_must_start)
+        except BaseException:
+            self.close(timeout=0)
+            raise
 
     def ask(self, worker: Worker, message: Message) -> int:
         """Make a request to a worker, and return its ``seq``.
@@ -104,14 +122,14 @@ class Pool(Recovery):
         """Raise WorkerDiedError if one of these workers is gone and will not be replaced."""
         for worker in workers:
             if worker.process.state == State.ENDED:
-                raise WorkerDiedError(f"{self._supervisor.describe(worker)} is gone")
+                raise WorkerDiedError(f"{self.describe(worker)} is gone")
 
     def post(self, worker: Worker, message: Message, seq: int | None = None) -> None:
         """Send a message if the worker is connected. Otherwise it comes with its orders."""
         if worker.process.state in CONNECTED:
             frames = to_frames((seq, message))
             if not self._transport.send(worker.process.identity, frames):
-                self._supervisor.lose(worker)
+                self.lose(worker)
 
     def settle(self, seqs: Collection[int], timeout: float | None = None) -> None:
         """Wait until all of these requests have a response.
@@ -185,13 +203,9 @@ class Pool(Recovery):
 
     def _describe_error(self, worker: Worker, error: messages.Error) -> str:
         where = "the policy or an environment" if error.env is None else f"environment {error.env}"
-        text, trace = (
-            "\n".join(printable(line, len(line)) for line in each.split("\n"))
-            for each in (error.text, error.traceback)
-        )
+        text, trace = (printable(each, len(each), "\t\n") for each in (error.text, error.traceback))
         return (
-            f"{where} on {self._supervisor.describe(worker)} raised {printable(error.kind)}: "
-            f"{text}\n\n{trace}"
+            f"{where} on {self.describe(worker)} raised {printable(error.kind)}: {text}\n\n{trace}"
         )
 
     # Waiting.
@@ -202,10 +216,10 @@ class Pool(Recovery):
         next_notice = began + SAY_S
         with self.closing_on_ctrl_c():
             while True:
-                until = -math.inf if done() else min(deadline, self._supervisor.next_look)
+                until = -math.inf if done() else min(deadline, self.next_look)
                 self._serve(max(until - self.clock(), 0))
                 now = self.clock()
-                if now >= self._supervisor.next_look:
+                if now >= self.next_look:
                     self._supervise(now)
                 self._raise_interrupt()
                 if done():
@@ -214,7 +228,7 @@ class Pool(Recovery):
                     next_notice += SAY_S
                     waits.info("waiting for %d of %d workers", len(self._late), len(self.workers))
                 if now >= deadline:
-                    names = ", ".join(map(self._supervisor.describe, self._late))
+                    names = ", ".join(map(self.describe, self._late))
                     raise DeadlineError(f"No response from {names}")
         self.raise_errors()
 
@@ -253,8 +267,8 @@ class Pool(Recovery):
             for worker in self.workers:
                 is_connected = worker.process.state in CONNECTED
                 if is_connected and not self._transport.has_pulse(worker.process.identity):
-                    self._supervisor.lose(worker)
-        for worker, reason in self._supervisor.look():
+                    self.lose(worker)
+        for worker, reason in self.look():
             # A scheduler that ends a job may signal the head and its workers at the same time.
             self._raise_interrupt()
             if worker.process.identity is not None:
@@ -265,9 +279,9 @@ class Pool(Recovery):
                         f"{reason}; no replacement can connect, because "
                         f"{self._transport.directory} was removed"
                     )
-                self._supervisor.replace(worker, reason)
+                self.replace(worker, reason)
             except WorkerDiedError:
-                self._supervisor.end(worker, "lost")
+                self.end(worker, "lost")
                 self.forget([request.seq for request in self._requests_of(worker)])
                 raise
             self._note_loss(worker, reason)
@@ -284,7 +298,7 @@ class Pool(Recovery):
         with contextlib.ExitStack() as in_the_end:  # even if Ctrl-C is pressed repeatedly
             in_the_end.callback(self._transport.close)
             in_the_end.callback(
-                lambda: self._supervisor.stop(min(max(deadline - self.clock(), 0), LEAVE_S))
+                lambda: self._launcher.stop(min(max(deadline - self.clock(), 0), LEAVE_S))
             )
             connected = [each for each in self.workers if each.process.state in CONNECTED]
             for worker in connected:
@@ -315,7 +329,7 @@ class Pool(Recovery):
             return self._refuse(worker, f"it sent a {error}")
         match message:
             case messages.Built():
-                self._supervisor.note_built(worker)
+                self.note_built(process)
             case messages.Pull() if self.store.weights:
                 # Also for a request that was given up, because the worker waits anyway.
                 self.post(worker, self.store.pull(worker.copy, message.version), seq)
@@ -339,10 +353,10 @@ class Pool(Recovery):
                 f"a hello from {hello.host}, pid {hello.pid}: no worker {hello.index} is expected"
             )
         self._by_identity[identity] = worker
-        self._supervisor.note_hello(worker, identity, hello.host, hello.pid)
+        self.note_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := messages.mismatch(hello)) is not None:
-            if self._supervisor.all_must_start:
-                raise StartupError(f"{self._supervisor.describe(worker)} {mismatch}")
+            if self.all_must_start:
+                raise StartupError(f"{self.describe(worker)} {mismatch}")
             return self._refuse(worker, f"it {mismatch}")
         for message in self._orders(worker):
             self.post(worker, message)
@@ -359,7 +373,7 @@ class Pool(Recovery):
             )
         if error.fatal:  # nothing is left to reset
             self.to_reset.discard(worker.index)
-            self._supervisor.end(worker, "shut down after its error")
+            self.end(worker, "shut down after its error")
         elif error.ends:
             self.to_reset.add(worker.index)
         if error.ends:  # none of its other requests will be answered
@@ -406,14 +420,16 @@ class Pool(Recovery):
             return self._refuse(worker, f"its spaces were wrong: {one_line(error)}")
         if texts:
             self.post(worker, messages.Close())
-            self._supervisor.end(worker, "shut down because its spaces differ")
+            self.end(worker, "shut down because its spaces differ")
             raise RuntimeError(f"{texts[0]}: all must be alike")
         self.environments = ours
-        self._supervisor.note_ready(worker)
+        self.note_ready(worker)
 
     def _refuse(self, worker: Worker, text: str) -> None:
+        """Lose a process that broke the protocol. Its messages no longer count."""
         self.post(worker, messages.Close())
-        self._supervisor.refuse(worker, text)
+        worker.process.is_refused = True
+        self.lose(worker, Exit(text))
 
     def note_seen(self, request: Request, seen: Any, ended: np.ndarray) -> None:
         """Note what the user now sees of a worker's environments.

@@ -5,14 +5,12 @@ environments again and resets them with fresh seeds. Requests determine its nois
 the environments, the next step reports the old episodes as truncated.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +19,12 @@ import numpy as np
 
 from .. import messages
 from ..errors import one_line
+from ..launchers import Launcher
 from ..messages import Message
-from ..policy.sync import SyncRule
+from ..options import ClusterOptions
 from ..policy.versions import PolicyStore
 from ..setup import Process as Preparation
-from .workers import Process, Worker
+from .workers import Process, Supervisor, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +47,22 @@ class Request:
         return self.process is not self.worker.process
 
 
-class Recovery:
-    """The state of all workers that does not depend on their processes.
-
-    Args:
-        workers: all workers.
-        store: the policy's versions.
-        rule: the rule by which workers pull.
-        preparation: what workers take over from this process.
-    """
+class Recovery(Supervisor):
+    """The state of all workers that does not depend on their processes."""
 
     def __init__(
         self,
         workers: Sequence[Worker],
-        store: PolicyStore,
-        rule: SyncRule,
-        preparation: Preparation,
+        launcher: Launcher,
+        options: ClusterOptions,
+        learners: Any,
+        clock: Callable[[], float],
     ) -> None:
-        self.workers = workers
-        self.store = store
-        self.rule = rule
-        self._preparation = preparation
+        super().__init__(workers, launcher, options, clock)
+        copies = [worker.copy for worker in workers]
+        self.store = PolicyStore(copies, options.weights == "difference", learners)
+        self.rule = options.rule
+        self._preparation = Preparation(launcher)
         self.outstanding: dict[int, Request] = {}  # by seq, oldest first
         self._reset_options = cloudpickle.dumps(None)  # of the last reset of all environments
         # What the user set, by name: for each worker, a pickle of its environments' values.

@@ -97,16 +97,15 @@ class SteppedEnv(VectorEnv):
         self._ask("reset", request)
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        self._assert_is_running()
-        requests = self._responses("reset", timeout)
-        for request in requests:
-            worker, mask = request.worker, self._mask
-            ended = worker.ended & ~mask[worker.rows] if mask is not None else worker.ended & False
-            self._pool.note_seen(request, request.response["arrays"][0], ended)
-        if self._mask is None:
+        mask = self._mask
+
+        def ended(worker: Worker) -> np.ndarray:
+            return worker.ended & (mask is not None and ~mask[worker.rows])
+
+        observations, infos = self._results("reset", timeout, ended)
+        if mask is None:
             self._pool.to_reset.clear()
-        responses = [request.response for request in requests]
-        return self._join([each["arrays"][0] for each in responses]), self._infos(responses)
+        return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment.
@@ -135,17 +134,13 @@ class SteppedEnv(VectorEnv):
         )
 
     def step_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        self._assert_is_running()
-        requests = self._responses("step", timeout)
         # In the mode SAME_STEP, the user sees an end together with the reset after it.
         shows_ends = self.autoreset_mode != AutoresetMode.SAME_STEP
-        for request in requests:
-            observations, _, terminations, truncations = request.response["arrays"]
-            ended = (terminations | truncations) & shows_ends
-            self._pool.note_seen(request, observations, ended)
-        responses = [request.response for request in requests]
-        parts, *arrays = zip(*(each["arrays"] for each in responses), strict=True)
-        return self._join(parts), *map(np.concatenate, arrays), self._infos(responses)
+
+        def ended(_: Worker, __: Any, terminations: Any, truncations: Any) -> np.ndarray:
+            return (terminations | truncations) & shows_ends  # type: ignore[no-any-return]
+
+        return self._results("step", timeout, ended)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute."""
@@ -154,12 +149,10 @@ class SteppedEnv(VectorEnv):
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._assert_idle("call_async")
-        _check_name(name)
         request = Call(name, cloudpickle.dumps((args, kwargs)))
         self._ask("call", lambda _: request)
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        self._assert_is_running()
         requests = self._responses("call", timeout)
         return tuple(result for request in requests for result in request.response)
 
@@ -175,7 +168,6 @@ class SteppedEnv(VectorEnv):
         the next request. A later call then raises a worker's error.
         """
         self._assert_idle("set_attr")
-        _check_name(name)
         values = list(values) if isinstance(values, list | tuple) else [values] * self.num_envs
         if len(values) != self.num_envs:
             raise ValueError(
@@ -244,6 +236,7 @@ class SteppedEnv(VectorEnv):
 
     def _responses(self, call: str, timeout: float | None) -> list[Any]:
         """Return the requests of the call under way, with their responses."""
+        self._assert_is_running()
         if self._pending != call:
             raise NoAsyncCallError(
                 f"Calling `{call}_wait` without any prior call to `{call}_async`.", call
@@ -270,6 +263,23 @@ class SteppedEnv(VectorEnv):
         self._left_out |= dropped
         return requests
 
+    def _results(
+        self, call: str, timeout: float | None, ended: Callable[..., Any]
+    ) -> tuple[Any, ...]:
+        """Return the results of a reset or step of all workers.
+
+        ``ended`` takes a worker and its arrays apart from the observations. It returns where the
+        user sees an episode's end, but not the reset after it.
+        """
+        requests = self._responses(call, timeout)
+        for request in requests:
+            observations, *others = request.response["arrays"]
+            self._pool.note_seen(request, observations, ended(request.worker, *others))
+        parts, *arrays = zip(*(request.response["arrays"] for request in requests), strict=True)
+        infos = [request.response["infos"] for request in requests]
+        sizes = [worker.num_envs for worker in self._pool.workers]
+        return self._join(parts), *map(np.concatenate, arrays), merge_infos(infos, sizes)
+
     def _join(self, parts: Sequence[Any]) -> Any:
         """Join the workers' observations. Without ``copy``, all calls return the same arrays."""
         space = self.single_observation_space
@@ -283,10 +293,6 @@ class SteppedEnv(VectorEnv):
 
         self._observations = map_space(join, space, self._observations, *parts)
         return self._observations
-
-    def _infos(self, responses: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        workers = self._pool.workers
-        return merge_infos([each["infos"] for each in responses], [w.num_envs for w in workers])
 
     def _assert_is_running(self) -> None:
         if self.closed or self._pool.is_closed:
@@ -355,23 +361,12 @@ def merge_infos(infos: Sequence[dict[str, Any]], sizes: Sequence[int]) -> dict[s
     return merged
 
 
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"an attribute's name must be a string, got {name!r}")
-
-
 def _check_reset_mask(mask: Any, num_envs: int) -> None:
-    """Raise the errors of `SyncVectorEnv.reset`, which would check only a worker's share."""
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-    if mask.shape != (num_envs,):
+    """Check what `SyncVectorEnv.reset` checks, but would check only of a worker's share."""
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        raise TypeError(f"`options['reset_mask']` must be a bool array, got {mask!r:.100}")
+    if mask.shape != (num_envs,) or not mask.any():
         raise ValueError(
-            f"`options['reset_mask']` must have shape `({num_envs},)`, got {mask.shape}"
-        )
-    if mask.dtype != np.bool_:
-        raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
-    if not mask.any():
-        raise ValueError(
-            "`options['reset_mask']` must contain a boolean array with at least one True value, "
-            f"got reset_mask={mask}"
+            f"`options['reset_mask']` must have shape `({num_envs},)` and at least one True value, "
+            f"got {mask!r:.100}"
         )

@@ -1,7 +1,5 @@
 """The head's only listening socket. It knows connections, but no workers."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ The deadlines of all workers run at the same time. Nothing here waits or touches
 that a launcher may take some seconds to start a replacement.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 from collections.abc import Callable, Sequence
@@ -99,17 +97,6 @@ class Worker:
         # Whether the user has seen an episode's end, but not the reset after it.
         self.ended = np.zeros(self.num_envs, bool)
 
-    def describe(self, log: str | None) -> str:
-        """Return the worker's name for the user, with its host, environments and log's path."""
-        process = self.process
-        parts = [
-            f"{process.host}, pid {process.pid}" if process.host else "no hello yet",
-            f"environments {self.numbers[0]} to {self.numbers[-1]}",
-            process.ended_because,
-            "" if log is None else f"log {log}",
-        ]
-        return f"worker {self.index} ({', '.join(filter(None, parts))})"
-
 
 class Supervisor:
     """Decides which processes are alive, lost, or due for replacement.
@@ -137,7 +124,7 @@ class Supervisor:
         self.all_must_start = True
         self.next_look = self._next_check = 0.0
 
-    def start(self) -> None:
+    def start_all(self) -> None:
         """Start all processes.
 
         Raises:
@@ -150,10 +137,6 @@ class Supervisor:
         for worker in self.workers:
             worker.process = self._new_process()
 
-    def stop(self, timeout: float) -> None:
-        """End all processes within about ``timeout`` seconds."""
-        self._launcher.stop(timeout)
-
     def _new_process(self) -> Process:
         now = self.clock()
         return Process(now + self._startup_timeout, now, now)
@@ -164,17 +147,16 @@ class Supervisor:
         process.state = State.BUILDING
         process.identity, process.host, process.pid = identity, host, pid
         process.heard = self.clock()
-        process.deadline = process.heard + self._startup_timeout
+        self.note_built(process)
 
-    def note_built(self, worker: Worker) -> None:
-        """Note that a worker has built one of its environments, and has others to build."""
-        worker.process.deadline = self.clock() + self._startup_timeout
+    def note_built(self, process: Process) -> None:
+        """Note that a process may take as long as at its start for its next environment."""
+        process.deadline = self.clock() + self._startup_timeout
 
     def note_ready(self, worker: Worker) -> None:
         """Note that a worker has built all of its environments."""
         worker.process.state = State.READY
-        if self.all_must_start:
-            self.all_must_start = any(each.process.state != State.READY for each in self.workers)
+        self.all_must_start &= any(each.process.state != State.READY for each in self.workers)
 
     def lose(self, worker: Worker, reason: Exit | None = None) -> None:
         """Note that a worker's process or link is gone. `look` finds out an unknown reason."""
@@ -184,11 +166,6 @@ class Supervisor:
             process.exit = reason
             process.deadline = self.clock() + REASON_S
             self.next_look = min(self.next_look, self.clock() + SOON_S)
-
-    def refuse(self, worker: Worker, text: str) -> None:
-        """Note that a worker's process broke the protocol. Its messages no longer count."""
-        worker.process.is_refused = True
-        self.lose(worker, Exit(text))
 
     def end(self, worker: Worker, because: str) -> None:
         """Note that a worker will not answer any more requests, and will not be replaced."""
@@ -272,16 +249,21 @@ class Supervisor:
         worker.losses += 1
         ended_by_itself = lost.exit is not None and not lost.exit.by_signal
         if before >= self._options.restarts_in_a_row or self.all_must_start and ended_by_itself:
-            self.end(worker, "lost")
             again = f" (and so did {before} before it, in a row)" if before else ""
             raise WorkerDiedError(reason + again)
         try:
             self._launcher.start_worker(worker.index)
         except (OSError, StartupError) as error:
-            self.end(worker, "lost")
             raise WorkerDiedError(f"{reason}; no replacement can be started: {error}") from None
         worker.process = self._new_process()
 
     def describe(self, worker: Worker) -> str:
         """Return a worker's name for the user, with its host, environments and log."""
-        return worker.describe(self._launcher.log(worker.index))
+        process, log = worker.process, self._launcher.log(worker.index)
+        parts = [
+            f"{process.host}, pid {process.pid}" if process.host else "no hello yet",
+            f"environments {worker.numbers[0]} to {worker.numbers[-1]}",
+            process.ended_because,
+            "" if log is None else f"log {log}",
+        ]
+        return f"worker {worker.index} ({', '.join(filter(None, parts))})"

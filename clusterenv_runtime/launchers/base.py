@@ -3,8 +3,6 @@
 A launcher of your own derives from `Launcher`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -9,8 +9,6 @@ The response has the mark, and the worker's pid or, if it cannot be forked, the 
 worker has ended, the process sends the worker's pid and exit code, negative for a signal.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json
@@ -76,7 +74,7 @@ class ForkServer:
         variables: dict[str, str],
         outputs: Sequence[int],
         timeout: float,
-    ) -> Forked:
+    ) -> "Forked":
         """Fork a worker with these arguments, variables and output descriptors.
 
         Raises:

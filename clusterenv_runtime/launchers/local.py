@@ -7,8 +7,6 @@ variables of a forked worker, but its name, which is the mark. Only Linux shows 
 On other systems, no such process is found.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import multiprocessing.spawn

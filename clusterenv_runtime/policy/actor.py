@@ -3,9 +3,8 @@
 This module imports torch. A worker imports it when its first policy arrives.
 """
 
-from __future__ import annotations
-
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays import leaves, map_tree, not_finite
-from ..errors import EnvRaised
+from ..arrays import leaves, map_tree
 from ..messages import Collect, Weights
 from .base import Policy
 from .differences import FROM_HELD, WHOLE, Difference, checksum
@@ -172,26 +170,26 @@ class Actor:
         return map_tree(lambda *each: torch.cat(each, 1), *noise)
 
     @torch.inference_mode()
-    def finish(self, observations: Any) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Return the fields of a `RolloutPart` that come from the policy.
 
         These are actions, log-probabilities, extras, states and distribution parameters.
-        ``observations`` ``(num_steps, num_envs, ...)`` are what the policy acted on.
-
-        Raises:
-            EnvRaised: the policy returned NaN, or no distribution, for an environment whose
-            observations are not finite.
-            ValueError: it did so for other environments.
         """
         params, actions = (
             map_tree(lambda *each: torch.stack(each), *trees)
             for trees in (self._params, self._actions)
         )
-        try:
-            logprobs = self._logprobs(params, actions)
-        except ValueError:
-            self._blame_environment(map_tree(torch.Tensor.numpy, params), observations)
-            raise
+        logprobs = self.policy.distribution(params).log_prob(actions)
+        shape = self._request.num_steps, len(self._rows)
+        if logprobs.shape != shape:
+            raise ValueError(
+                f"the policy's log_prob gives {tuple(logprobs.shape)} for {shape} actions, not one "
+                "number for each: sum over the last dimensions"
+            )
+        for leaf in leaves(params):  # a greedy policy takes NaN for the best
+            if leaf.is_floating_point():
+                is_nan = leaf.isnan().view(*shape, -1).any(-1)
+                logprobs = logprobs.masked_fill(is_nan, math.nan)
         extras = dict(self.policy.extras(params, actions))
         _check("extras", extras, *logprobs.shape)
         in_sequence = self._states is not None
@@ -206,33 +204,6 @@ class Actor:
         if in_sequence:
             kept["states"] = self._states
         return {"states": None} | map_tree(lambda leaf: leaf.numpy(), kept)
-
-    def _logprobs(self, params: Any, actions: Any) -> torch.Tensor:
-        # Checked here because torch's own error would print all parameters.
-        if any(leaf.is_floating_point() and leaf.isnan().any() for leaf in leaves(params)):
-            raise ValueError("params hold NaN: has the policy diverged?")
-        logprobs = self.policy.distribution(params).log_prob(actions)
-        shape = self._request.num_steps, len(self._rows)
-        if logprobs.shape != shape:
-            raise ValueError(
-                f"the policy's log_prob gives {tuple(logprobs.shape)} for {shape} actions, not one "
-                "number for each: sum over the last dimensions"
-            )
-        if not logprobs.isfinite().all():
-            raise ValueError("log-probabilities are not finite: has the policy diverged?")
-        return logprobs
-
-    def _blame_environment(self, params: Any, observations: Any) -> None:
-        """Raise EnvRaised if observations may be why an environment's parameters are not finite."""
-        steps = not_finite(observations, 2)
-        envs = not_finite(params, 2).any(0) & steps.any(0)
-        if envs.any():
-            env = int(envs.argmax())
-            step = int(steps[:, env].argmax())
-            raise EnvRaised(self._rows[env]) from ValueError(
-                f"its observation before step {step} of the rollout holds NaN or infinity, and so "
-                "do its distribution parameters"
-            )
 
 
 def _check(name: str, tree: Any, *shape: int) -> None:

@@ -9,8 +9,6 @@ are tensors, or dicts and tuples of tensors. docs/policies.md shows how to write
 This module imports torch. A worker imports it when its first policy arrives.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

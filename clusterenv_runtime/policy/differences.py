@@ -13,8 +13,6 @@ Head and worker add the same float32 numbers in the same way, so both know the s
 This module imports torch, like `base`.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class Difference:
     @classmethod
     def between(
         cls, held: torch.Tensor | None, weights: torch.Tensor, sizes: Sequence[int]
-    ) -> Difference | None:
+    ) -> "Difference | None":
         """Return the rounded difference from ``held`` to ``weights``; None if it is not finite.
 
         If ``weights`` are far from ``held``, the difference is from zeros.
@@ -95,7 +93,7 @@ class Difference:
         return [self.scales.numpy().tobytes(), packed]
 
     @classmethod
-    def unpack(cls, levels: int, scales: Any, packed: Any, num_weights: int) -> Difference:
+    def unpack(cls, levels: int, scales: Any, packed: Any, num_weights: int) -> "Difference":
         """Return the difference whose buffers `pack` returned."""
         unpacked = zlib.decompress(packed, wbits=-15)
         if levels == FROM_ZEROS:

@@ -1,7 +1,5 @@
 """The head's measure of how far a policy has diverged from the policies that workers acted on."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ class Sample(NamedTuple):
     states: Any  # (batch, ...), the policy's states before the first step; None if it has none
 
     @classmethod
-    def of(cls, part: RolloutPart, rows: range) -> Sample:
+    def of(cls, part: RolloutPart, rows: range) -> "Sample":
         """Return the measured states of a worker's part.
 
         The arrays are copies, because the user gets the part and may write to it, and because a

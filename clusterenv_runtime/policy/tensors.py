@@ -6,8 +6,6 @@ request. Float32 parameters may be rounded, see `differences`. All other tensors
 because a buffer may belong to a normalizer or hold an index.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -25,8 +23,6 @@ from torch import nn
 from ..arrays import map_tree
 from ..errors import one_line
 from .base import Policy
-
-HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
 def to_tensors(observations: Any, policy: Policy, device: torch.device | str = "cpu") -> Any:
@@ -146,14 +142,11 @@ class _Pickler(cloudpickle.Pickler):
         self._policy = policy
         self._code = code
         self._weights = {id(tensor) for tensor in _tensors(policy)}
-        self._order: dict[int, int] = {}  # of the hooks
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is OrderedDict:
-            items = value.items()
-            if value and self._are_hooks(value):  # whose keys count all hooks ever made
-                items = [(self._order.setdefault(key, len(self._order)), v) for key, v in items]
-            return OrderedDict, (), None, None, iter(items)  # several times as fast as its own
+            # Several times as fast as its own.
+            return OrderedDict, (), None, None, iter(value.items())
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if self._code is not None and isinstance(value, type | FunctionType):
@@ -164,11 +157,6 @@ class _Pickler(cloudpickle.Pickler):
             set_numbers(value, [0.0] * len(value.numbers))
             return value.__reduce_ex__(5)
         return super().reducer_override(value)
-
-    def _are_hooks(self, value: Any) -> bool:
-        return any(
-            vars(each).get(name) is value for each in self._policy.modules() for name in HOOKS
-        )
 
     def _tensor(self, value: torch.Tensor) -> Any:
         is_parameter = isinstance(value, nn.Parameter)

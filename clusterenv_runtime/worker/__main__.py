@@ -1,7 +1,5 @@
 """The command line of a worker."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """A worker's two links to the head, and the end of its process when the head is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -91,16 +89,15 @@ class Connection:
     def greet(self, index: int) -> None:
         """Send `Hello` as worker ``index`` until the head's first message arrives."""
         host = re.sub(r"[^\w.:-]", "_", socket.gethostname(), flags=re.ASCII)[:255]
-        hello = messages.Hello(
-            messages.PROTOCOL_VERSION, index, host, os.getpid(), messages.shared_versions()
-        )
+        facts = messages.PROTOCOL_VERSION, index, host, os.getpid(), messages.shared_versions()
+        hello = messages.hello_frames(messages.Hello(*facts))
         start = time.monotonic()
         has_warned = False
-        self._socket.send_multipart(messages.hello_frames(hello))
+        self._socket.send_multipart(hello)
         # One `Hello` is not enough: the head drops it while it does not know yet that the process
         # before this one is dead.
         while not self._socket.poll(HELLO_S * 1000):
-            self._socket.send_multipart(messages.hello_frames(hello))
+            self._socket.send_multipart(hello)
             waited = time.monotonic() - start
             if waited > self._startup_timeout and not has_warned:
                 has_warned = True

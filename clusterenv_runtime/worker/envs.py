@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordVectorStatistics
 
-from ..arrays import Frames, filled, fold, leaves, map_space, map_tree
+from ..arrays import Frames, filled, fold, leaves, map_space, map_tree, not_finite
 from ..errors import EnvRaised
 from ..messages import Part
-from .rows import Row, seed_globals
+from .rows import Row, find_wrapper, seed_globals
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
@@ -103,7 +103,10 @@ class WorkerEnvs:
         except BaseException:
             self.close()
             raise
-        self._statistics_key = _statistics_key(self._envs)
+        # The info key under which a vector environment reports the episodes that count.
+        own = find_wrapper(self._envs, RecordVectorStatistics)
+        keeps = getattr(self._envs.unwrapped, "keeps_episodes", False)
+        self._statistics_key = own._stats_key if own else "episode" if keeps else None
         self._observations: Any = None  # after the last reset or step
         self._room = create_empty_array(self._space, self.num_envs)  # for those of a rollout
         self._ended = np.zeros(self.num_envs, bool)  # whether an ended episode awaits its reset
@@ -223,12 +226,11 @@ class WorkerEnvs:
                     episodes.append((step * self.num_envs + row, *(counts or seen)))
             self._returns[starts] = self._lengths[starts] = 0
         self._write(observations, num_steps)
-        _check_rewards(rewards, self._numbers)
         numbers, returns, lengths = np.array(episodes, np.float64).reshape(-1, 3).T
         final = create_empty_array(self._space, len(finals), np.empty)
         final = concatenate(self._space, finals, final) if finals else final
         acted_on = map_tree(lambda leaf: leaf[:-1], observations)
-        return Part(
+        part = Part(
             version=actor.version,
             starts=first_starts,
             rewards=rewards,
@@ -239,8 +241,10 @@ class WorkerEnvs:
             episodic_lengths=lengths.astype(np.int64),
             infos=infos.values,
             **self._fold(observations, final, terminations | truncations),
-            **actor.finish(acted_on),
+            **actor.finish(),
         )
+        _check_finite(part, acted_on, self._numbers)
+        return part
 
     def _step_rows(
         self,
@@ -405,15 +409,6 @@ def _mode_of(envs: VectorEnv, num_envs: int) -> AutoresetMode:
     return AutoresetMode(mode)
 
 
-def _statistics_key(envs: VectorEnv) -> str | None:
-    """Return the info key under which a vector environment reports the episodes that count."""
-    while isinstance(envs, VectorWrapper):
-        if isinstance(envs, RecordVectorStatistics):
-            return envs._stats_key
-        envs = envs.env
-    return "episode" if getattr(envs, "keeps_episodes", False) else None
-
-
 def _stacks(space: gym.Space, frame_stack: int | None) -> Any:
     """Return whether each leaf of an observation is a stack of ``frame_stack`` arrays."""
 
@@ -430,10 +425,22 @@ def _stacks(space: gym.Space, frame_stack: int | None) -> Any:
     return stacks
 
 
-def _check_rewards(rewards: np.ndarray, rows: range) -> None:
-    wrong = ~np.isfinite(rewards).all(0)
+def _check_finite(part: Part, observations: Any, rows: range) -> None:
+    """Raise an error if rewards or log-probabilities of a part are not finite.
+
+    If the policy acted on ``observations`` ``(num_steps, num_envs, ...)`` that are not finite
+    either, these are the reason.
+    """
+    name, wrong = "rewards", ~np.isfinite(part.rewards)
+    if not (wrong.any() or np.isfinite(part.logprobs).all()):
+        name, wrong = "observations", not_finite(observations, 2)
+        wrong &= ~np.isfinite(part.logprobs).all(0)
+        if not wrong.any():
+            raise ValueError("log-probabilities are not finite: has the policy diverged?")
     if wrong.any():
-        names = ", ".join(str(rows[row]) for row in np.flatnonzero(wrong))
-        raise EnvRaised(rows[int(wrong.argmax())]) from ValueError(
-            f"rewards are not all finite in the environments {names}"
+        found = [rows[row] for row in np.flatnonzero(wrong.any(0))]
+        step = int(wrong.any(1).argmax())
+        raise EnvRaised(found[0]) from ValueError(
+            f"not all {name} are finite from step {step} of the rollout on: environment "
+            + ", ".join(map(str, found))
         )

@@ -1,17 +1,17 @@
 """One environment of a worker, as Gymnasium's `SyncVectorEnv` and a rollout call it."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Dict, Graph, Text, Tuple
 from gymnasium.spaces import Sequence as SequenceSpace
+from gymnasium.vector import VectorWrapper
 from gymnasium.wrappers import RecordEpisodeStatistics
 
 from ..errors import EnvRaised
@@ -32,7 +32,7 @@ class Row:
         self._number = number
         space = env.observation_space
         self._shape = None if isinstance(space, WITHOUT_SHAPE) else space.shape
-        self._statistics = self._find_statistics()
+        self._statistics = find_wrapper(env, RecordEpisodeStatistics)
         self._before = 0, 0.0  # the state of the statistics before the step
         self._info: dict[str, Any] = {}  # of the last reset
         # While a process continues for a dead one: what the user saw last, and whether that was an
@@ -42,14 +42,6 @@ class Row:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
-
-    def _find_statistics(self) -> RecordEpisodeStatistics | None:
-        env = self._env
-        while isinstance(env, gym.Wrapper):
-            if isinstance(env, RecordEpisodeStatistics):
-                return env
-            env = env.env
-        return None
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -100,17 +92,11 @@ class Row:
         return seen, 0.0, False, True, {"worker_lost": True}
 
     def get_wrapper_attr(self, name: str) -> Any:
-        get = getattr(self._env, "get_wrapper_attr", None) or (
-            lambda name: getattr(self._env, name)
-        )
-        value = self._call(get, name)
-        if not callable(value):
-            return value
-        return lambda *args, **kwargs: self._call(value, *args, **kwargs)
+        value = self._call(self._env.get_wrapper_attr, name)
+        return partial(self._call, value) if callable(value) else value
 
     def set_wrapper_attr(self, name: str, value: Any) -> None:
-        put = getattr(self._env, "set_wrapper_attr", None)
-        self._call(put, name, value) if put else self._call(setattr, self._env, name, value)
+        self._call(self._env.set_wrapper_attr, name, value)
 
     def close(self) -> None:
         self._call(self._env.close)
@@ -128,6 +114,15 @@ class Row:
         if own.episode_count > count and own.return_queue:
             return float(own.return_queue[-1]), int(own.length_queue[-1])
         return () if own.episode_start_time != start else None
+
+
+def find_wrapper(env: Any, kind: Any) -> Any:
+    """Return the outermost wrapper of this kind, or None."""
+    while isinstance(env, gym.Wrapper | VectorWrapper):
+        if isinstance(env, kind):
+            return env
+        env = env.env
+    return None
 
 
 def _number(reward: Any) -> float:

@@ -299,7 +299,9 @@ class Scores:
 def _import_torch() -> None:
     """Import torch, which a worker that only steps does not need."""
     import torch
+    from torch.distributions import Distribution
 
+    Distribution.set_default_validate_args(False)  # `envs` checks what comes of NaN
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # the machine's other cores are for other workers
 
