@@ -5,6 +5,7 @@
 # tool.uv.sources.clusterenv-runtime = { path = ".", editable = true }
 # ///
 import os
+import random
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -15,86 +16,73 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     Counters,
     CudaGraph,
-    ReplayBuffer,
     Run,
     ScriptArgs,
-    by_backend,
     check,
-    check_chunks,
-    check_discrete,
-    check_vectors,
-    env_setup,
+    device_with_room,
     evaluate,
     parse,
-    record_video,
-    replay_device,
-    seeded_device,
-)
-from clusterenv_runtime.script.types import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegative,
-    Positive,
-    PositiveNumber,
 )
 
 
 @dataclass
 class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
-    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: EnvId = "CartPole-v1"
+    env_id: str = "CartPole-v1"
     """the id of the environment"""
-    total_timesteps: Positive = 500000
+    total_timesteps: int = 500000
     """total timesteps of the experiments"""
-    learning_rate: PositiveNumber = 2.5e-4
+    learning_rate: float = 2.5e-4
     """the learning rate of the optimizer"""
-    buffer_size: Positive = 10000
+    buffer_size: int = 10000
     """the replay memory buffer size"""
-    gamma: Fraction = 0.99
+    gamma: float = 0.99
     """the discount factor gamma"""
-    tau: Fraction = 1.0
+    tau: float = 1.0
     """the target network update rate"""
-    target_network_frequency: Positive = 500
+    target_network_frequency: int = 500
     """the timesteps it takes to update the target network"""
-    batch_size: Positive = 128
+    batch_size: int = 128
     """the batch size of sample from the replay memory"""
-    start_e: Fraction = 1.0
+    start_e: float = 1.0
     """the starting epsilon for exploration"""
-    end_e: Fraction = 0.05
+    end_e: float = 0.05
     """the ending epsilon for exploration"""
-    exploration_fraction: PositiveNumber = 0.5
+    exploration_fraction: float = 0.5
     """the fraction of `total-timesteps` it takes from start-e to go end-e"""
-    learning_starts: NotNegative = 10000
+    learning_starts: int = 10000
     """timestep to start learning"""
-    train_frequency: Positive = 10
+    train_frequency: int = 10
     """the number of environment steps per gradient step, whatever the number and the speed of the
     workers
     """
 
     # Distribution specific arguments
-    envs_per_worker: Positive = 8
-    num_steps: Positive = 16
+    torch_threads: int = 1
+    """the number of torch threads in the learner. More gain nothing for networks this small, and
+    stall runs that share the machine
+    """
+    envs_per_worker: int = 8
+    num_steps: int = 16
     """the number of steps in each environment per chunk that a worker sends"""
-    outstanding: Positive = 2
+    outstanding: int = 2
     """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
     """
     deterministic: bool = False
     """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
     are identical to the last bit
     """
-    sync_check_frequency: Positive = 20
+    sync_check_frequency: int = 20
     """gradient steps between publications of the policy, which measure the workers' divergence from
     it; at most one per chunk
     """
-    kl_threshold: Nats = 0.001
-    max_policy_lag: NotNegative | None = 40
+    kl_threshold: float = 0.001
+    max_policy_lag: int | None = 40
     save_replay: bool = True
     """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
     `--learning-starts` steps
@@ -132,6 +120,68 @@ def make_policy(args, envs):
     return q_network, EpsilonGreedyPolicy(q_network, args.end_e)
 
 
+class ReplayBuffer:
+    """The last `size` transitions: tensors by name, with a row for each. New ones replace old ones.
+
+    The names are those of the first transitions that are added.
+    """
+
+    def __init__(self, size, device="cpu", in_checkpoints=True):
+        self.size, self.device, self.in_checkpoints = size, torch.device(device), in_checkpoints
+        self.inserted, self.columns = 0, {}
+
+    def add(self, transitions):
+        """Add transitions, arrays `(number, ...)` by name."""
+        tensors = {name: torch.from_numpy(values) for name, values in transitions.items()}
+        if not self.columns:
+            needed = self.size * sum(values[0].nbytes for values in tensors.values())
+            self.device = device_with_room(needed, self.device)
+            for name, values in tensors.items():
+                shape = self.size, *values.shape[1:]
+                self.columns[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
+        number = len(tensors["rewards"])
+        places = torch.arange(self.inserted, self.inserted + number, device=self.device) % self.size
+        for name, column in self.columns.items():
+            column[places] = tensors[name].to(self.device)
+        self.inserted += number
+
+    def sample(self, num_batches, batch_size, device):
+        """Return tensors by name, `(num_batches, batch_size, ...)`, on the learner's device."""
+        num, shape = min(self.inserted, self.size), (num_batches, batch_size)
+        inds = torch.randint(num, (num_batches * batch_size,), device=self.device)
+        return {
+            name: column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device)
+            for name, column in self.columns.items()
+        }
+
+    def state_dict(self):
+        return {"inserted": self.inserted, **self.columns} if self.in_checkpoints else {}
+
+    def load_state_dict(self, state):
+        columns = dict(state)
+        self.inserted = columns.pop("inserted", 0)
+        self.columns = {name: values.to(self.device) for name, values in columns.items()}
+
+
+def make_transitions(chunk):
+    """Return a chunk's transitions, arrays `(num_steps * num_envs, ...)` by name.
+
+    To look n steps ahead, keep the chunk before: each environment's steps end with its chunk.
+    """
+    next_obs = np.concatenate([chunk.observations[1:], chunk.next_observations[None]])
+    # An episode's last step leads to its final observation, not to the one after the reset.
+    next_obs[chunk.terminations | chunk.truncations] = chunk.final_observations
+    # Nothing follows a termination, but NaN times 0 would be NaN.
+    ends = next_obs[chunk.terminations]
+    next_obs[chunk.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
+    transitions = {
+        "obs": chunk.observations, "actions": chunk.actions[..., None], "next_obs": next_obs,
+        "rewards": chunk.rewards.astype(np.float32),
+        "dones": chunk.terminations.astype(np.float32),  # a truncation is not a done
+    }  # fmt: skip
+    return {name: values.reshape(-1, *values.shape[2:]) for name, values in transitions.items()}
+
+
 def linear_schedule(start_e: float, end_e: float, duration: float, t: int):
     """Return epsilon at step `t`. It falls from `start_e` to `end_e` within `duration` steps, and
     then stays there.
@@ -149,19 +199,19 @@ def compute_td_target(target_network, next_obs, rewards, dones, gamma):
     return rewards + gamma * target_max * (1 - dones)
 
 
-def td_loss(q_network, obs, actions, td_target):
+def td_loss(q_network, batch):
     """Return the loss of a batch, a scalar, and the Q-values of its `actions`, `(batch_size,)`."""
-    old_val = q_network(obs).gather(1, actions).squeeze(1)
-    return F.mse_loss(td_target, old_val), old_val
+    old_val = q_network(batch["obs"]).gather(1, batch["actions"]).squeeze(1)
+    return F.mse_loss(batch["td_target"], old_val), old_val
 
 
-def update(optimizer, q_network, obs, actions, td_target):
+def update(optimizer, q_network, batch):
     """Take a gradient step on a batch. Return its loss, and the Q-values of its `actions`."""
-    loss, old_val = td_loss(q_network, obs, actions, td_target)
+    loss, old_val = td_loss(q_network, batch)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss.detach(), old_val.detach()
+    return {"td_loss": loss.detach(), "q_values": old_val.detach()}
 
 
 if __name__ == "__main__":
@@ -172,29 +222,38 @@ if __name__ == "__main__":
     args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    check_chunks(args)
+    alike = args.num_envs % args.num_workers == 0
+    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
+    room = args.buffer_size >= args.chunk_size
+    check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
-    steps = "a multiple of --train-frequency: it counts environment steps"
-    check(rest == 0, f"--target-network-frequency must be {steps}")
+    check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # More threads gain nothing for networks this small, and stall runs that share the machine.
-    device = seeded_device(args, threads=1)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_num_threads(args.torch_threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32
+    # Validation would wait for the GPU. The workers, which act, still validate.
+    torch.distributions.Distribution.set_default_validate_args(False)
 
     # env setup
     env_fns = [
         make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, make_env)
-    with env_setup(run):
-        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
-        spaces = envs.single_observation_space, envs.single_action_space
-        check_vectors(spaces[0])
-        check_discrete(args, spaces[1])
-        needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
-        rb_device = replay_device(args, needed, device)
+    with run.setup():  # a mistake in a flag ends the run here, with one line
+        envs = ClusterEnv(env_fns, **run.options())
+        space = envs.single_action_space
+        discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+        check(discrete, f"actions must be discrete, from 0, not {space}")
+        shape = envs.single_observation_space.shape or ()
+        check(len(shape) == 1, f"observations must be vectors, not {shape}")
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
@@ -205,8 +264,11 @@ if __name__ == "__main__":
     target_network = QNetwork(envs).to(device)
     target_network.load_state_dict(q_network.state_dict())
     run.keep("target_network", target_network)
+    # On a GPU, the Python code of `update` and `td_loss` runs only a few times. Then the
+    # GPU repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
+    # `functools.partial` in place of `CudaGraph` for these.
     update_once = CudaGraph(update, optimizer, q_network)
-    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
+    rb = ReplayBuffer(args.buffer_size, device, args.save_replay)
     run.keep("rb", rb)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
@@ -214,8 +276,8 @@ if __name__ == "__main__":
         # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
-        first = f"collecting {args.learning_starts:,} steps before learning"
-        print(f"no replay buffer in the checkpoint: {first}")
+        first = f"collecting {args.learning_starts} steps"
+        print(f"no replay buffer in the checkpoint: {first} before learning")
 
     def explore(step):
         duration = args.exploration_fraction * args.total_timesteps
@@ -225,10 +287,10 @@ if __name__ == "__main__":
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, q_network, policy):
-        loss = None
+        losses = {}
         # Take a chunk and learn, while its worker goes on.
         for chunk in run.stream(envs, explore):
-            rb.add(chunk)
+            rb.add(make_transitions(chunk))
 
             # ALGO LOGIC: training. One gradient step per `train_frequency` environment steps after
             # `learning_starts`.
@@ -239,13 +301,13 @@ if __name__ == "__main__":
                 # update of the target network.
                 until_target = target_every - count.gradient_steps % target_every
                 burst = min(due - count.gradient_steps, until_target)
-                samples = rb.sample(burst, args.batch_size, device)
-                b_obs, b_actions, b_next_obs, b_rewards, b_dones = samples
-                b_td_target = compute_td_target(
-                    target_network, b_next_obs, b_rewards, b_dones, args.gamma
+                data = rb.sample(burst, args.batch_size, device)
+                data["obs"], data["next_obs"] = data["obs"].float(), data["next_obs"].float()
+                data["td_target"] = compute_td_target(
+                    target_network, data["next_obs"], data["rewards"], data["dones"], args.gamma
                 )
-                for batch in zip(b_obs, b_actions, b_td_target, strict=True):
-                    loss, old_val = update_once(*batch)
+                for batch in zip(*data.values(), strict=True):
+                    losses = update_once(dict(zip(data, batch, strict=True)))
                 count.gradient_steps += burst
                 # update target network
                 if count.gradient_steps % target_every == 0:
@@ -261,24 +323,14 @@ if __name__ == "__main__":
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
-            if loss is not None:
-                losses = {"td_loss": loss, "q_values": old_val.mean()}
-                run.logs.add_group("losses", losses, run.global_step)
+            run.log("losses", {name: values.mean() for name, values in losses.items()})
             learned = count.gradient_steps * args.batch_size
-            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
-            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            produced = run.global_step
-            writer.add_scalar("throughput/produced_sps", produced / run.seconds, run.global_step)
-            writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
-            writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
+            rates = {
+                "consumed_sps": learned / run.seconds,
+                "replay_ratio": learned / run.global_step,
+            }
+            run.log("throughput", rates)
 
         policy.epsilon = args.end_e
-        run.finish(
-            evaluate(args, envs, policy),
-            gradient_steps=count.gradient_steps,
-            transitions_inserted=rb.inserted,
-            policy_versions=envs.policy_version,
-            learner_waiting_seconds=run.waiting,
-            workers_waiting_seconds=envs.waiting_seconds.tolist(),
-        )
-        record_video(run, policy, make_env)
+        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
+        run.finish(evaluate(args, envs, policy), **steps)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
 import importlib
+import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Iterable
 
-from clusterenv_runtime.script.arguments import groups_of, spell
-from clusterenv_runtime.script.flags import text_of
+from clusterenv_runtime.options import ClusterOptions
+from clusterenv_utils import ScriptArgs
+from clusterenv_utils.arguments import spell
 
 SCRIPTS = {
     "PPO": "ppo_clusterenv",
@@ -31,15 +37,42 @@ generated from the code: `python -m docs.flags > docs/flags.md`.
 def page() -> str:
     """Return the page, in Markdown."""
     kinds = {name: importlib.import_module(module).Args for name, module in SCRIPTS.items()}
-    groups = {name: groups_of(kind) for name, kind in kinds.items()}
-    shared = groups["PPO"]
+    workers, shared = names(ClusterOptions), names(ScriptArgs)
+    of_run = [name for name in shared if name not in workers]
     parts = [HEAD]
     parts += ["## Workers, connections and pulls", ""]
-    parts += [table(kinds, shared["workers"])]
-    parts += ["## The run", "", table(kinds, shared["run"])]
+    parts += [table(kinds, workers)]
+    parts += ["## The run", "", table(kinds, of_run)]
     for name, kind in kinds.items():
-        parts += [f"## {name}", "", table({name: kind}, groups[name]["algorithm"])]
+        own = [flag for flag in names(kind) if flag not in shared]
+        parts += [f"## {name}", "", table({name: kind}, own)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def names(kind: type) -> list[str]:
+    """Return the names of a dataclass's fields."""
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def text_of(kind: type, name: str) -> str:
+    """Return the text below a field of a class or its bases, in one line; empty if none."""
+    texts = (_texts_of(each).get(name) for each in kind.__mro__)
+    return next(filter(None, texts), "")
+
+
+@functools.cache
+def _texts_of(kind: type) -> dict[str, str]:
+    """Return the texts below the fields that a class itself defines."""
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+    }
 
 
 def table(kinds: dict[str, type], flags: Iterable[str]) -> str:

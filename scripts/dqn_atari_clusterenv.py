@@ -5,6 +5,7 @@
 # tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
+import random
 from dataclasses import dataclass
 
 import gymnasium as gym
@@ -15,33 +16,17 @@ import torch.nn.functional as F
 import torch.optim as optim
 
 from clusterenv_runtime import ClusterEnv, EpsilonGreedyPolicy
-from clusterenv_runtime.extras.atari import ENVPOOL, OF_ENVPOOL, EpisodicLife, FireReset
-from clusterenv_runtime.script import (
+from clusterenv_runtime.extras import atari
+from clusterenv_utils import (
     Counters,
     CudaGraph,
+    FrameReplayBuffer,
     Run,
     ScriptArgs,
-    by_backend,
     check,
-    check_chunks,
-    check_game,
-    check_stacks,
-    env_setup,
+    device_with_room,
     evaluate,
     parse,
-    record_video,
-    replay_device,
-    seeded_device,
-)
-from clusterenv_runtime.script.frame_replay import ReplayBuffer
-from clusterenv_runtime.script.types import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegative,
-    Positive,
-    PositiveNumber,
 )
 
 FRAME_STACK = 4
@@ -49,55 +34,55 @@ FRAME_STACK = 4
 
 @dataclass
 class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
-    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: EnvId = "ALE/Breakout-v5"
+    env_id: str = "ALE/Breakout-v5"
     """the id of the environment"""
-    total_timesteps: Positive = 10000000
+    total_timesteps: int = 10000000
     """total timesteps of the experiments"""
-    learning_rate: PositiveNumber = 1e-4
+    learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
-    buffer_size: Positive = 1000000
+    buffer_size: int = 1000000
     """the replay memory buffer size"""
-    gamma: Fraction = 0.99
+    gamma: float = 0.99
     """the discount factor gamma"""
-    tau: Fraction = 1.0
+    tau: float = 1.0
     """the target network update rate"""
-    target_network_frequency: Positive = 1000
+    target_network_frequency: int = 1000
     """the timesteps it takes to update the target network"""
-    batch_size: Positive = 32
+    batch_size: int = 32
     """the batch size of sample from the replay memory"""
-    start_e: Fraction = 1.0
+    start_e: float = 1.0
     """the starting epsilon for exploration"""
-    end_e: Fraction = 0.01
+    end_e: float = 0.01
     """the ending epsilon for exploration"""
-    exploration_fraction: PositiveNumber = 0.10
+    exploration_fraction: float = 0.10
     """the fraction of `total-timesteps` it takes from start-e to go end-e"""
-    learning_starts: NotNegative = 80000
+    learning_starts: int = 80000
     """timestep to start learning"""
-    train_frequency: Positive = 4
+    train_frequency: int = 4
     """the number of environment steps per gradient step, whatever the number and the speed of the
     workers
     """
 
     # Distribution specific arguments
-    envs_per_worker: Positive = 8
-    num_steps: Positive = 32
+    envs_per_worker: int = 8
+    num_steps: int = 32
     """the number of steps in each environment per chunk that a worker sends"""
-    outstanding: Positive = 2
+    outstanding: int = 2
     """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
     """
     deterministic: bool = False
     """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
     are identical to the last bit
     """
-    sync_check_frequency: Positive = 250
+    sync_check_frequency: int = 250
     """gradient steps between publications of the policy, which measure the workers' divergence from
     it; at most one per chunk
     """
-    kl_threshold: Nats = 0.001
-    max_policy_lag: NotNegative | None = 8
+    kl_threshold: float = 0.001
+    max_policy_lag: int | None = 8
     compile: bool = False
     """compile the losses: gradient steps on a GPU take about 0.9 of the time"""
     save_replay: bool = False
@@ -114,8 +99,8 @@ def make_env(env_id, idx, capture_video, run_name, **kwargs):
         # Record the statistics of whole games, with rewards that are not clipped.
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
-        env = EpisodicLife(env)
-        env = FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
+        env = atari.EpisodicLife(env)
+        env = atari.FireReset(env) if "FIRE" in env.unwrapped.get_action_meanings() else env
         env = gym.wrappers.TransformReward(env, np.sign)
         return gym.wrappers.FrameStackObservation(env, FRAME_STACK)
 
@@ -167,23 +152,24 @@ def compute_td_target(target_network, next_obs, rewards, dones, gamma):
     return rewards + gamma * target_max * (1 - dones)
 
 
-def td_loss(q_network, obs, actions, td_target):
+def td_loss(q_network, batch, td_target):
     """Return the loss of a batch, a scalar, and the Q-values of its `actions`, `(batch_size,)`."""
-    old_val = q_network(obs).gather(1, actions).squeeze(1)
+    old_val = q_network(batch["obs"]).gather(1, batch["actions"]).squeeze(1)
     return F.mse_loss(td_target, old_val), old_val
 
 
-def update(optimizer, q_network, target_network, args, target_fn, loss_fn, *batch):
+def update(optimizer, q_network, target_network, args, target_fn, loss_fn, batch):
     """Take a gradient step on a batch, by `compute_td_target` and `td_loss`. Return its loss, and
     the Q-values of its actions.
     """
-    obs, actions, next_obs, rewards, dones = batch
-    td_target = target_fn(target_network, next_obs, rewards, dones, args.gamma)
-    loss, old_val = loss_fn(q_network, obs, actions, td_target)
+    td_target = target_fn(
+        target_network, batch["next_obs"], batch["rewards"], batch["dones"], args.gamma
+    )
+    loss, old_val = loss_fn(q_network, batch, td_target)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss.detach(), old_val.detach()
+    return {"td_loss": loss.detach(), "q_values": old_val.detach()}
 
 
 def frames_of(buffer_size, num_steps, chunk_size):
@@ -202,28 +188,47 @@ if __name__ == "__main__":
     args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    check_chunks(args)
+    alike = args.num_envs % args.num_workers == 0
+    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
+    room = args.buffer_size >= args.chunk_size
+    check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
-    steps = "a multiple of --train-frequency: it counts environment steps"
-    check(rest == 0, f"--target-network-frequency must be {steps}")
-    check_game(args)
+    check(rest == 0, "--target-network-frequency must be a multiple of --train-frequency")
+    spec = gym.registry.get(args.env_id)
+    is_game = spec is None or "ale_py" in str(spec.entry_point)
+    check(is_game, f"--env-id must be an Atari game, such as ALE/Pong-v5, not {args.env_id}")
     writer = run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    device = seeded_device(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    if args.torch_threads is not None:
+        torch.set_num_threads(args.torch_threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32
+    # Validation would wait for the GPU. The workers, which act, still validate.
+    torch.distributions.Distribution.set_default_validate_args(False)
 
     # env setup
     env_fns = [
         make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, make_env, OF_ENVPOOL, **ENVPOOL)
-    with env_setup(run):
-        envs = ClusterEnv(env_fns, num_envs=args.num_envs, frame_stack=FRAME_STACK, **run.options())
-        check_stacks(args, envs.single_observation_space, envs.single_action_space, FRAME_STACK)
+    with run.setup():  # a mistake in a flag ends the run here, with one line
+        envs = ClusterEnv(env_fns, frame_stack=FRAME_STACK, **run.options())
+        space = envs.single_action_space
+        check(isinstance(space, gym.spaces.Discrete), f"actions must be discrete, not {space}")
+        shape = envs.single_observation_space.shape
+        stacks = shape == (FRAME_STACK, 84, 84)
+        check(stacks, f"observations must be stacks of frames, as of Atari, not {shape}")
         num_frames = frames_of(args.buffer_size, args.num_steps, args.chunk_size)
-        needed = ReplayBuffer.num_bytes(args.buffer_size, num_frames, envs.single_observation_space)
-        rb_device = replay_device(args, needed, device)
+        needed = FrameReplayBuffer.num_bytes(
+            args.buffer_size, num_frames, envs.single_observation_space
+        )
+        rb_device = device_with_room(needed, device)
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
@@ -237,9 +242,12 @@ if __name__ == "__main__":
     functions = compute_td_target, td_loss
     if args.compile:
         functions = [torch.compile(function, dynamic=False) for function in functions]
+    # On a GPU, the Python code of `update` and the losses runs only a few times. Then the
+    # GPU repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
+    # `functools.partial` in place of `CudaGraph` for these.
     update_once = CudaGraph(update, optimizer, q_network, target_network, args, *functions)
     space = envs.single_observation_space
-    rb = ReplayBuffer(args.buffer_size, num_frames, space, args.save_replay, rb_device)
+    rb = FrameReplayBuffer(args.buffer_size, num_frames, space, args.save_replay, rb_device)
     run.keep("rb", rb)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
@@ -247,8 +255,8 @@ if __name__ == "__main__":
         # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
-        first = f"collecting {args.learning_starts:,} steps before learning"
-        print(f"no replay buffer in the checkpoint: {first}")
+        first = f"collecting {args.learning_starts} steps"
+        print(f"no replay buffer in the checkpoint: {first} before learning")
 
     def explore(step):
         duration = args.exploration_fraction * args.total_timesteps
@@ -258,7 +266,7 @@ if __name__ == "__main__":
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, q_network, policy):
-        loss = None
+        losses = {}
         # Take a chunk and learn, while its worker goes on.
         for chunk in run.stream(envs, explore):
             rb.add(chunk)
@@ -268,7 +276,7 @@ if __name__ == "__main__":
             due = max(run.global_step - count.warm_up, 0) // args.train_frequency
             checks = count.gradient_steps // args.sync_check_frequency
             while count.gradient_steps < due:
-                loss, old_val = update_once(*rb.sample(args.batch_size, device))
+                losses = update_once(rb.sample(args.batch_size, device))
                 count.gradient_steps += 1
                 # update target network
                 if count.gradient_steps % target_every == 0:
@@ -284,24 +292,14 @@ if __name__ == "__main__":
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(chunk, versions=envs.policy_version)
             writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
-            if loss is not None:
-                losses = {"td_loss": loss, "q_values": old_val.mean()}
-                run.logs.add_group("losses", losses, run.global_step)
+            run.log("losses", {name: values.mean() for name, values in losses.items()})
             learned = count.gradient_steps * args.batch_size
-            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
-            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
-            produced = run.global_step
-            writer.add_scalar("throughput/produced_sps", produced / run.seconds, run.global_step)
-            writer.add_scalar("throughput/consumed_sps", learned / run.seconds, run.global_step)
-            writer.add_scalar("throughput/replay_ratio", learned / run.global_step, run.global_step)
+            rates = {
+                "consumed_sps": learned / run.seconds,
+                "replay_ratio": learned / run.global_step,
+            }
+            run.log("throughput", rates)
 
         policy.epsilon = args.end_e
-        run.finish(
-            evaluate(args, envs, policy),
-            gradient_steps=count.gradient_steps,
-            transitions_inserted=rb.inserted,
-            policy_versions=envs.policy_version,
-            learner_waiting_seconds=run.waiting,
-            workers_waiting_seconds=envs.waiting_seconds.tolist(),
-        )
-        record_video(run, policy, make_env)
+        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
+        run.finish(evaluate(args, envs, policy), **steps)

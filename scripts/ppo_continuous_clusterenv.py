@@ -5,6 +5,7 @@
 # tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
+import random
 import time
 from dataclasses import dataclass
 
@@ -13,84 +14,66 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.optim as optim
+from gymnasium.wrappers.utils import RunningMeanStd
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, GaussianPolicy, Rollout
-from clusterenv_runtime.script import (
-    CudaGraph,
-    Run,
-    ScriptArgs,
-    by_backend,
-    check,
-    check_batches,
-    check_stream,
-    check_vectors,
-    env_setup,
-    evaluate,
-    parse,
-    record_video,
-    seeded_device,
-    stream,
-)
-from clusterenv_runtime.script.normalize import Moments, Normalize, NormalizeReward
-from clusterenv_runtime.script.types import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegativeNumber,
-    Number,
-    Positive,
-    PositiveNumber,
-)
+from clusterenv_utils import CudaGraph, Run, ScriptArgs, check, evaluate, parse
+
+# The defaults are tuned for HalfCheetah-v5, and apply to every --env-id. These are CleanRL's:
+CLEANRL = "--learning-rate 3e-4 --num-workers 1 --num-envs 1 --num-steps 2048 --num-minibatches 32"
 
 
 @dataclass
 class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
-    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: EnvId = "HalfCheetah-v5"
+    env_id: str = "HalfCheetah-v5"
     """the id of the environment"""
-    total_timesteps: Positive = 1000000
+    total_timesteps: int = 1000000
     """total timesteps of the experiments"""
-    learning_rate: PositiveNumber = 2e-3
+    learning_rate: float = 2e-3
     """the learning rate of the optimizer"""
-    envs_per_worker: Positive = 16
+    envs_per_worker: int = 16
     """the number of parallel game environments on each worker"""
-    num_steps: Positive = 64
+    num_steps: int = 64
     """the number of steps to run in each environment per policy rollout"""
     anneal_lr: bool = True
     """toggle learning rate annealing for policy and value networks"""
-    gamma: Fraction = 0.99
+    gamma: float = 0.99
     """the discount factor gamma"""
-    gae_lambda: Fraction = 0.95
+    gae_lambda: float = 0.95
     """the lambda for the general advantage estimation"""
-    num_minibatches: Positive = 4
+    num_minibatches: int = 4
     """the number of mini-batches"""
-    update_epochs: Positive = 10
+    update_epochs: int = 10
     """the K epochs to update the policy"""
     norm_adv: bool = True
     """toggles advantages normalization"""
-    clip_coef: NotNegativeNumber = 0.2
+    clip_coef: float = 0.2
     """the surrogate clipping coefficient"""
     clip_vloss: bool = True
     """toggles whether or not to use a clipped loss for the value function, as per the paper"""
-    ent_coef: Number = 0.0
+    ent_coef: float = 0.0
     """coefficient of the entropy"""
-    vf_coef: NotNegativeNumber = 0.5
+    vf_coef: float = 0.5
     """coefficient of the value function"""
-    max_grad_norm: PositiveNumber = 0.5
+    max_grad_norm: float = 0.5
     """the maximum norm for the gradient clipping"""
-    target_kl: Nats | None = None
+    target_kl: float | None = None
     """the target KL divergence threshold"""
-    hidden_size: Positive = 64
+    hidden_size: int = 64
     """the width of the two hidden layers in the actor and in the critic"""
 
     # Distribution specific arguments
+    torch_threads: int = 1
+    """the number of torch threads in the learner. More gain nothing for networks this small, and
+    stall runs that share the machine
+    """
     decoupled: bool = True
     """clip against the policy at the start of the update, not against the policy that acted"""
-    clip_rho: PositiveNumber = 2.0
+    clip_rho: float = 2.0
     """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     vtrace: bool = False
     """with `--decoupled`: compute advantages and value targets by V-trace, which corrects them for
@@ -102,7 +85,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     """
     stream: bool = False
     """learn from the first chunks that are ready, from any workers; no worker waits for another"""
-    outstanding: Positive = 1
+    outstanding: int = 1
     """with `--stream`: chunks each worker may be ahead of the learner; the more, the older"""
     deterministic: bool = False
     """with `--stream`: take chunks in a fixed order, one outstanding per worker, so that two runs
@@ -128,6 +111,103 @@ def layer_init(layer, std=np.sqrt(2), bias_const=0.0):
     torch.nn.init.orthogonal_(layer.weight, std)
     torch.nn.init.constant_(layer.bias, bias_const)
     return layer
+
+
+class Moments(RunningMeanStd):
+    """The mean and variance, in float64, of all values passed to `update`."""
+
+    def __init__(self, shape=()):
+        super().__init__(epsilon=0, shape=shape)
+
+    def update(self, x):
+        super().update(np.asarray(x, np.float64))
+
+    def state_dict(self):
+        return {"mean": torch.tensor(self.mean), "var": torch.tensor(self.var), "count": self.count}
+
+    def load_state_dict(self, state):
+        self.mean, self.var = state["mean"].numpy(), state["var"].numpy()
+        self.count = state["count"]
+
+
+class Normalize(nn.Module):
+    """The first layer of both networks, which normalizes observations.
+
+    Its buffers travel with the weights, so a worker's buffers belong to the version that it holds.
+    """
+
+    def __init__(self, num_inputs):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_inputs))
+        self.register_buffer("scale", torch.ones(num_inputs))
+
+    def load(self, moments):
+        self.mean.copy_(torch.from_numpy(moments.mean))
+        self.scale.copy_(torch.from_numpy(1 / np.sqrt(moments.var + 1e-8)))
+
+    def forward(self, x):
+        return ((x - self.mean) * self.scale).clamp(-10, 10)
+
+
+class NormalizeReward:
+    """Divides rewards by the standard deviation of discounted returns.
+
+    Checkpoints hold the moments of the discounted returns. The discounted returns themselves begin
+    again with each episode, and in a resumed run.
+    """
+
+    def __init__(self, num_envs, gamma):
+        self.moments = Moments()
+        self.gamma = gamma
+        self.discounted_return = np.zeros(num_envs)
+
+    def __call__(self, rollout):
+        """Return a rollout's scaled and clipped rewards, ``(num_steps, num_envs)`` in float32.
+
+        If several chunks of one worker are side by side, each continues the one before it.
+        """
+        dones = rollout.terminations | rollout.truncations
+        discounted_returns = np.empty_like(rollout.rewards)
+        left = np.arange(len(rollout.rows))
+        while len(left):
+            rows, firsts = np.unique(rollout.rows[left], return_index=True)
+            columns = left[firsts]
+            discounted_returns[:, columns], self.discounted_return[rows] = discount(
+                rollout.rewards[:, columns], rollout.starts[columns], dones[:, columns],
+                self.gamma, self.discounted_return[rows],
+            )  # fmt: skip
+            left = np.delete(left, firsts)
+        self.moments.update(discounted_returns.reshape(-1))
+        return scale_rewards(rollout.rewards, self.moments.var).astype(np.float32)
+
+    def state_dict(self):
+        return self.moments.state_dict()
+
+    def load_state_dict(self, state):
+        self.moments.load_state_dict(state)
+
+
+def discount(rewards, starts, dones, gamma, discounted_return):
+    """Return the discounted return of each episode up to each step, and the last ones.
+
+    The first result is `(num_steps, num_envs)`, like `rewards` and `dones`. The second result,
+    `(num_envs,)`, is the `discounted_return` of the next call. `starts`, `(num_envs,)`, says which
+    environments begin with a new episode.
+    """
+    discounted_returns = np.zeros_like(rewards)
+    discounted_return = np.where(starts, 0, discounted_return)
+    for t in range(len(rewards)):
+        discounted_returns[t] = gamma * discounted_return + rewards[t]
+        discounted_return = discounted_returns[t] * (1 - dones[t])
+    return discounted_returns, discounted_return
+
+
+def scale_rewards(rewards, return_var):
+    """Return rewards divided by the standard deviation of discounted returns, and clipped.
+
+    This is what CleanRL does with Gymnasium's wrappers.
+    """
+    return np.clip(rewards / np.sqrt(return_var + 1e-8), -10, 10)
 
 
 class Agent(nn.Module):
@@ -208,34 +288,35 @@ def compute_vtrace(ratios, rewards, values, final_values, terminations, truncati
     return advantages, values[:-1] + traces * advantages
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+def ppo_loss(agent, args, mb):
     """Return the loss of a minibatch, and the scalars to log, by name.
 
-    `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
+    Its `obs` and `actions` are `(minibatch_size, ...)`, its other tensors `(minibatch_size,)`.
     `weights` multiply the policy's loss.
     """
-    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
-    logratio = newlogprob - logprobs
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb["obs"], mb["actions"])
+    logratio = newlogprob - mb["logprobs"]
     ratio = logratio.exp()
     with torch.no_grad():
         # calculate approx_kl http://joschu.net/blog/kl-approx.html
         old_approx_kl = (-logratio).mean()
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
+    advantages = mb["advantages"]
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
+    pg_loss = (mb["weights"] * torch.max(pg_loss1, pg_loss2)).mean()
 
     # Value loss
     newvalue = newvalue.view(-1)
-    v_loss = (newvalue - returns) ** 2
+    v_loss = (newvalue - mb["returns"]) ** 2
     if args.clip_vloss:
-        v_change = torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
-        v_loss = torch.max(v_loss, (values + v_change - returns) ** 2)
+        v_change = torch.clamp(newvalue - mb["values"], -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (mb["values"] + v_change - mb["returns"]) ** 2)
     v_loss = 0.5 * v_loss.mean()
 
     entropy_loss = entropy.mean()
@@ -247,9 +328,9 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
     }  # fmt: skip
 
 
-def update(optimizer, agent, args, loss_fn, *minibatch):
+def update(optimizer, agent, args, loss_fn, mb):
     """Take a gradient step on a minibatch by `loss_fn` (`ppo_loss`). Return the scalars to log."""
-    loss, losses = loss_fn(agent, args, *minibatch)
+    loss, losses = loss_fn(agent, args, mb)
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -263,29 +344,42 @@ if __name__ == "__main__":
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    check_batches(args)
-    check_stream(args)
+    whole = args.batch_size % args.num_minibatches == 0
+    check(whole, f"--num-minibatches must divide the batch of {args.batch_size} samples")
+    several = args.minibatch_size > 1 or not args.norm_adv
+    check(several, "--num-minibatches leaves one sample in each: use fewer, or --no-norm-adv")
+    alike = args.num_envs % args.num_workers == 0
+    check(alike or not args.stream, "--stream needs as many environments on each worker")
     check(args.decoupled or not args.vtrace, "--vtrace needs --decoupled, which gives the ratios")
     writer = run.begin()
+    if args.env_id != Args.env_id and not args.resume:
+        print(f"the defaults are tuned for {Args.env_id}; CleanRL's are {CLEANRL}")
 
     # TRY NOT TO MODIFY: seeding
-    # More threads gain nothing for networks this small, and stall runs that share the machine.
-    device = seeded_device(args, threads=1)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_num_threads(args.torch_threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32
+    # Validation would wait for the GPU. The workers, which act, still validate.
+    torch.distributions.Distribution.set_default_validate_args(False)
 
     # env setup
     env_fns = [
         make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, make_env)
-    with env_setup(run):
-        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
+    with run.setup():  # a mistake in a flag ends the run here, with one line
+        envs = ClusterEnv(env_fns, **run.options())
         space = envs.single_action_space
         continuous = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
         vectors = continuous and len(space.shape) == 1
-        other = "ppo_clusterenv.py is for discrete actions"
-        check(vectors, f"actions must be continuous vectors, not {space}: {args.env_id}; {other}")
-        check_vectors(envs.single_observation_space)
+        check(vectors, f"actions must be continuous vectors, not {space}")
+        shape = envs.single_observation_space.shape or ()
+        check(len(shape) == 1, f"observations must be vectors, not {shape}")
     run.keep("envs", envs)
     agent, policy = make_policy(args, envs)
     run.keep("agent", agent.to(device))
@@ -300,12 +394,15 @@ if __name__ == "__main__":
         get_value = torch.compile(get_value, dynamic=False, options=options)
         actor_mean = torch.compile(actor_mean, dynamic=False, options=options)
         loss_fn = torch.compile(ppo_loss, dynamic=False, options=options)
+    # On a GPU, the Python code of `update` and `ppo_loss` runs only a few times. Then the GPU
+    # repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
+    # `functools.partial` in place of `CudaGraph` for these.
     update_once = CudaGraph(update, optimizer, agent, args, loss_fn)
     envs.publish(policy)  # the workers load it before they reset the environments
     envs.reset(seed=args.seed + run.global_step)
 
     with run.training(envs, agent, policy):
-        chunks = stream(run, envs)
+        chunks = run.chunks(envs)
         for iteration in run.iterations(args.num_iterations, args.batch_size):
             # Annealing the rate if instructed to do so.
             frac = 1.0 - (iteration - 1.0) / args.num_iterations if args.anneal_lr else 1.0
@@ -321,7 +418,7 @@ if __name__ == "__main__":
                 overlap = args.overlap and iteration < args.num_iterations
                 rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
             learn_start = time.monotonic()
-            run.add_episodes(rollout)
+            run.add_episodes(rollout)  # this ends the run if an observation is not finite
             run.global_step += args.batch_size
             obs = torch.Tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
             next_obs = torch.Tensor(rollout.next_observations).to(device)  # (num_envs, ...)
@@ -366,12 +463,16 @@ if __name__ == "__main__":
                 b_returns = torch.from_numpy(returns).to(device).reshape(-1)
 
             # Optimizing the policy and value network
-            batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
+            batch = {
+                "obs": b_obs, "actions": b_actions, "logprobs": b_logprobs,
+                "advantages": b_advantages, "returns": b_returns, "values": b_values,
+                "weights": b_weights,
+            }  # fmt: skip
             clipfracs = []
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(args.batch_size, device=device)
                 for mb_inds in b_inds.split(args.minibatch_size):
-                    losses = update_once(*(part[mb_inds] for part in batch))
+                    losses = update_once({name: part[mb_inds] for name, part in batch.items()})
                     clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph overwrites its tensors
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
@@ -385,10 +486,10 @@ if __name__ == "__main__":
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
             losses = {**losses, "clipfrac": torch.stack(clipfracs).mean()}
-            run.logs.add_group("losses", losses, run.global_step)
+            run.log("losses", losses)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            run.logs.add_times(collect_start, learn_start, run.global_step)
+            collected, learned = learn_start - collect_start, time.monotonic() - learn_start
+            run.log("time", {"collect": collected, "learn": learned})
 
         run.finish(evaluate(args, envs, policy), updates=run.global_step // args.batch_size)
-        record_video(run, policy, make_env)

@@ -5,6 +5,7 @@
 # tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
+import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,81 +18,65 @@ import torch.optim as optim
 from torch.distributions import Categorical
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import (
-    CudaGraph,
-    Run,
-    ScriptArgs,
-    by_backend,
-    check,
-    check_batches,
-    check_discrete,
-    env_setup,
-    evaluate,
-    parse,
-    record_video,
-    seeded_device,
-)
-from clusterenv_runtime.script.types import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegativeNumber,
-    Number,
-    Positive,
-    PositiveNumber,
-)
+from clusterenv_utils import CudaGraph, Run, ScriptArgs, check, evaluate, parse
 
 with suppress(ModuleNotFoundError):  # without minatar, Gymnasium reports what is missing
     import minatar.gym
 
     minatar.gym.register_envs()
 
+# The defaults are tuned for MinAtar/Breakout-v1, and apply to every --env-id. These are CleanRL's:
+CLEANRL = "--learning-rate 2.5e-4 --num-envs 8 --num-steps 128 --clip-coef 0.1 --clip-vloss"
+
 
 @dataclass
 class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
-    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: EnvId = "MinAtar/Breakout-v1"
+    env_id: str = "MinAtar/Breakout-v1"
     """the id of the environment"""
-    total_timesteps: Positive = 1000000
+    total_timesteps: int = 1000000
     """total timesteps of the experiments"""
-    learning_rate: PositiveNumber = 1e-3
+    learning_rate: float = 1e-3
     """the learning rate of the optimizer"""
-    envs_per_worker: Positive = 16
+    envs_per_worker: int = 16
     """the number of parallel game environments on each worker"""
-    num_steps: Positive = 64
+    num_steps: int = 64
     """the number of steps to run in each environment per policy rollout"""
     anneal_lr: bool = True
     """toggle learning rate annealing for policy and value networks"""
-    gamma: Fraction = 0.99
+    gamma: float = 0.99
     """the discount factor gamma"""
-    gae_lambda: Fraction = 0.95
+    gae_lambda: float = 0.95
     """the lambda for the general advantage estimation"""
-    num_minibatches: Positive = 4
+    num_minibatches: int = 4
     """the number of mini-batches"""
-    update_epochs: Positive = 4
+    update_epochs: int = 4
     """the K epochs to update the policy"""
     norm_adv: bool = True
     """toggles advantages normalization"""
-    clip_coef: NotNegativeNumber = 0.2
+    clip_coef: float = 0.2
     """the surrogate clipping coefficient"""
     clip_vloss: bool = False
     """toggles whether or not to use a clipped loss for the value function, as per the paper"""
-    ent_coef: Number = 0.01
+    ent_coef: float = 0.01
     """coefficient of the entropy"""
-    vf_coef: NotNegativeNumber = 0.5
+    vf_coef: float = 0.5
     """coefficient of the value function"""
-    max_grad_norm: PositiveNumber = 0.5
+    max_grad_norm: float = 0.5
     """the maximum norm for the gradient clipping"""
-    target_kl: Nats | None = None
+    target_kl: float | None = None
     """the target KL divergence threshold"""
 
     # Distribution specific arguments
+    torch_threads: int = 1
+    """the number of torch threads in the learner. More gain nothing for networks this small, and
+    stall runs that share the machine
+    """
     decoupled: bool = True
     """clip against the policy at the start of the update, not against the policy that acted"""
-    clip_rho: PositiveNumber = 2.0
+    clip_rho: float = 2.0
     """with `--decoupled`: the maximum of the importance weights proximal / behavior policy"""
     overlap: bool = False
     """collect the next rollout while learning from this one, with a policy one update older"""
@@ -172,34 +157,35 @@ def compute_gae(rewards, values, final_values, terminations, truncations, gamma,
     return advantages, advantages + values
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, weights):
+def ppo_loss(agent, args, mb):
     """Return the loss of a minibatch, and the scalars to log, by name.
 
-    `obs` and `actions` are `(minibatch_size, ...)`, the other tensors `(minibatch_size,)`.
+    Its `obs` and `actions` are `(minibatch_size, ...)`, its other tensors `(minibatch_size,)`.
     `weights` multiply the policy's loss.
     """
-    _, newlogprob, entropy, newvalue = agent.get_action_and_value(obs, actions)
-    logratio = newlogprob - logprobs
+    _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb["obs"], mb["actions"])
+    logratio = newlogprob - mb["logprobs"]
     ratio = logratio.exp()
     with torch.no_grad():
         # calculate approx_kl http://joschu.net/blog/kl-approx.html
         old_approx_kl = (-logratio).mean()
         approx_kl = ((ratio - 1) - logratio).mean()
         clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
+    advantages = mb["advantages"]
     if args.norm_adv:
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
     # Policy loss
     pg_loss1 = -advantages * ratio
     pg_loss2 = -advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = (weights * torch.max(pg_loss1, pg_loss2)).mean()
+    pg_loss = (mb["weights"] * torch.max(pg_loss1, pg_loss2)).mean()
 
     # Value loss
     newvalue = newvalue.view(-1)
-    v_loss = (newvalue - returns) ** 2
+    v_loss = (newvalue - mb["returns"]) ** 2
     if args.clip_vloss:
-        v_change = torch.clamp(newvalue - values, -args.clip_coef, args.clip_coef)
-        v_loss = torch.max(v_loss, (values + v_change - returns) ** 2)
+        v_change = torch.clamp(newvalue - mb["values"], -args.clip_coef, args.clip_coef)
+        v_loss = torch.max(v_loss, (mb["values"] + v_change - mb["returns"]) ** 2)
     v_loss = 0.5 * v_loss.mean()
 
     entropy_loss = entropy.mean()
@@ -211,9 +197,9 @@ def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values, w
     }  # fmt: skip
 
 
-def update(optimizer, agent, args, *minibatch):
+def update(optimizer, agent, args, mb):
     """Take a gradient step on a minibatch. Return the scalars to log."""
-    loss, losses = ppo_loss(agent, args, *minibatch)
+    loss, losses = ppo_loss(agent, args, mb)
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
@@ -227,31 +213,47 @@ if __name__ == "__main__":
     args.batch_size = int(args.num_envs * args.num_steps)
     args.minibatch_size = int(args.batch_size // args.num_minibatches)
     args.num_iterations = args.total_timesteps // args.batch_size
-    check_batches(args)
+    whole = args.batch_size % args.num_minibatches == 0
+    check(whole, f"--num-minibatches must divide the batch of {args.batch_size} samples")
+    several = args.minibatch_size > 1 or not args.norm_adv
+    check(several, "--num-minibatches leaves one sample in each: use fewer, or --no-norm-adv")
     writer = run.begin()
+    if args.env_id != Args.env_id and not args.resume:
+        print(f"the defaults are tuned for {Args.env_id}; CleanRL's are {CLEANRL}")
 
     # TRY NOT TO MODIFY: seeding
-    # More threads gain nothing for networks this small, and stall runs that share the machine.
-    device = seeded_device(args, threads=1)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_num_threads(args.torch_threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32
+    # Validation would wait for the GPU. The workers, which act, still validate.
+    torch.distributions.Distribution.set_default_validate_args(False)
 
     # env setup
     env_fns = [
         make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, make_env)
-    with env_setup(run):
-        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
-        check_discrete(args, envs.single_action_space)
+    with run.setup():  # a mistake in a flag ends the run here, with one line
+        envs = ClusterEnv(env_fns, **run.options())
+        space = envs.single_action_space
+        discrete = isinstance(space, gym.spaces.Discrete) and space.start == 0
+        check(discrete, f"actions must be discrete, from 0, not {space}")
         space = envs.single_observation_space
         pixels = len(space.shape or ()) == 3 and space.dtype == bool
-        shape = "pixels of MinAtar, (height, width, channels) of booleans"
-        check(pixels, f"observations must be {shape}, not {space}")
+        check(pixels, f"observations must be pixels of MinAtar, booleans, not {space}")
     run.keep("envs", envs)
     agent, policy = make_policy(args, envs)
     run.keep("agent", agent.to(device))
     adam = optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     optimizer = run.keep("optimizer", adam)
+    # On a GPU, the Python code of `update` and `ppo_loss` runs only a few times. Then the GPU
+    # repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
+    # `functools.partial` in place of `CudaGraph` for these.
     update_once = CudaGraph(update, optimizer, agent, args)
     envs.publish(policy)  # the workers load it before they reset the environments
     envs.reset(seed=args.seed + run.global_step)
@@ -268,7 +270,7 @@ if __name__ == "__main__":
             overlap = args.overlap and iteration < args.num_iterations
             rollout = envs.rollout(policy, args.num_steps, overlap=overlap)
             learn_start = time.monotonic()
-            run.add_episodes(rollout)
+            run.add_episodes(rollout)  # this ends the run if an observation is not finite
             run.global_step += args.batch_size
             obs = torch.as_tensor(rollout.observations).to(device)  # (num_steps, num_envs, ...)
             next_obs = torch.as_tensor(rollout.next_observations).to(device)  # (num_envs, ...)
@@ -305,12 +307,16 @@ if __name__ == "__main__":
                     b_logprobs = proximal
 
             # Optimizing the policy and value network
-            batch = b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values, b_weights
+            batch = {
+                "obs": b_obs, "actions": b_actions, "logprobs": b_logprobs,
+                "advantages": b_advantages, "returns": b_returns, "values": b_values,
+                "weights": b_weights,
+            }  # fmt: skip
             clipfracs = []
             for _ in range(args.update_epochs):
                 b_inds = torch.randperm(args.batch_size, device=device)
                 for mb_inds in b_inds.split(args.minibatch_size):
-                    losses = update_once(*(part[mb_inds] for part in batch))
+                    losses = update_once({name: part[mb_inds] for name, part in batch.items()})
                     clipfracs += [losses["clipfrac"].clone()]  # a CUDA graph overwrites its tensors
                 if args.target_kl is not None and losses["approx_kl"] > args.target_kl:
                     break
@@ -320,10 +326,10 @@ if __name__ == "__main__":
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(rollout, versions=iteration)
             losses = {**losses, "clipfrac": torch.stack(clipfracs).mean()}
-            run.logs.add_group("losses", losses, run.global_step)
+            run.log("losses", losses)
             writer.add_scalar("losses/explained_variance", explained_var, run.global_step)
             writer.add_scalar("charts/learning_rate", lrnow, run.global_step)
-            run.logs.add_times(collect_start, learn_start, run.global_step)
+            collected, learned = learn_start - collect_start, time.monotonic() - learn_start
+            run.log("time", {"collect": collected, "learn": learned})
 
         run.finish(evaluate(args, envs, policy), updates=run.global_step // args.batch_size)
-        record_video(run, policy, make_env)

@@ -5,9 +5,9 @@
 # tool.uv.sources.clusterenv-runtime = { path = "..", editable = true }
 # ///
 import os
+import random
 from dataclasses import dataclass
-from fractions import Fraction as Ratio
-from typing import Annotated
+from fractions import Fraction
 
 import gymnasium as gym
 import numpy as np
@@ -15,89 +15,76 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
-from msgspec import Meta
 from torch.distributions import Normal
 
 from clusterenv_runtime import ClusterEnv, SquashedGaussianPolicy
-from clusterenv_runtime.script import (
+from clusterenv_utils import (
     Counters,
     CudaGraph,
-    ReplayBuffer,
     Run,
     ScriptArgs,
-    by_backend,
     check,
-    check_chunks,
-    check_vectors,
-    env_setup,
+    device_with_room,
     evaluate,
     parse,
-    record_video,
-    replay_device,
-    seeded_device,
-)
-from clusterenv_runtime.script.types import (
-    EnvId,
-    Fraction,
-    Name,
-    Nats,
-    NotNegative,
-    Positive,
-    PositiveNumber,
 )
 
 
 @dataclass
 class Args(ScriptArgs):  # with the flags of all scripts, for example seed and num_workers
-    exp_name: Name = os.path.basename(__file__)[: -len(".py")]
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]
 
     # Algorithm specific arguments
-    env_id: EnvId = "Hopper-v5"
+    env_id: str = "Hopper-v5"
     """the id of the environment"""
-    total_timesteps: Positive = 1000000
+    total_timesteps: int = 1000000
     """total timesteps of the experiments"""
-    buffer_size: Positive = 1000000
+    buffer_size: int = 1000000
     """the replay memory buffer size"""
-    gamma: Fraction = 0.99
+    gamma: float = 0.99
     """the discount factor gamma"""
-    tau: Fraction = 0.005
+    tau: float = 0.005
     """target smoothing coefficient"""
-    batch_size: Positive = 256
+    batch_size: int = 256
     """the batch size of sample from the replay memory"""
-    learning_starts: NotNegative = 5000
+    learning_starts: int = 5000
     """timestep to start learning; until then actions are drawn uniformly"""
-    policy_lr: PositiveNumber = 3e-4
+    policy_lr: float = 3e-4
     """the learning rate of the policy network optimizer"""
-    q_lr: PositiveNumber = 1e-3
+    q_lr: float = 1e-3
     """the learning rate of the Q network optimizer"""
-    policy_frequency: Positive = 2
+    policy_frequency: int = 2
     """the frequency of training policy (delayed), in gradient steps"""
-    target_network_frequency: Positive = 1
+    target_network_frequency: int = 1
     """the frequency of updates for the target networks, in gradient steps"""
-    alpha: PositiveNumber = 0.2
+    alpha: float = 0.2
     """entropy regularization coefficient"""
     autotune: bool = True
     """automatic tuning of the entropy coefficient"""
-    utd: PositiveNumber = 1.0
+    utd: float = 1.0
     """gradient steps per environment step, whatever the number and the speed of the workers"""
 
     # Distribution specific arguments
-    envs_per_worker: Positive = 1
-    num_steps: Positive = 16
+    torch_threads: int = 2
+    """the number of torch threads in the learner. A second one makes steps on batches this large
+    half again as fast. Runs that share the machine do better with one thread each
+    """
+    envs_per_worker: int = 1
+    num_steps: int = 16
     """the number of steps in each environment per chunk that a worker sends"""
-    outstanding: Positive = 2
+    outstanding: int = 2
     """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
     """
     deterministic: bool = False
     """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
     are identical to the last bit
     """
-    sync_check_frequency: Annotated[int, Meta(ge=10)] = 20
-    """gradient steps, at least 10, between publications of the policy, which measure the workers'
-    divergence from it; at most one per chunk
+    sync_check_frequency: int = 20
+    """gradient steps between publications of the policy, which measure the workers' divergence from
+    it; at most one per chunk
     """
-    kl_threshold: Nats = 0.1
-    max_policy_lag: NotNegative | None = 100
+    kl_threshold: float = 0.1
+    max_policy_lag: int | None = 100
     save_replay: bool = True
     """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
     `--learning-starts` steps
@@ -161,6 +148,68 @@ def make_policy(args, envs):
     return actor, SquashedGaussianPolicy(actor, envs.single_action_space)
 
 
+class ReplayBuffer:
+    """The last `size` transitions: tensors by name, with a row for each. New ones replace old ones.
+
+    The names are those of the first transitions that are added.
+    """
+
+    def __init__(self, size, device="cpu", in_checkpoints=True):
+        self.size, self.device, self.in_checkpoints = size, torch.device(device), in_checkpoints
+        self.inserted, self.columns = 0, {}
+
+    def add(self, transitions):
+        """Add transitions, arrays `(number, ...)` by name."""
+        tensors = {name: torch.from_numpy(values) for name, values in transitions.items()}
+        if not self.columns:
+            needed = self.size * sum(values[0].nbytes for values in tensors.values())
+            self.device = device_with_room(needed, self.device)
+            for name, values in tensors.items():
+                shape = self.size, *values.shape[1:]
+                self.columns[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
+        number = len(tensors["rewards"])
+        places = torch.arange(self.inserted, self.inserted + number, device=self.device) % self.size
+        for name, column in self.columns.items():
+            column[places] = tensors[name].to(self.device)
+        self.inserted += number
+
+    def sample(self, num_batches, batch_size, device):
+        """Return tensors by name, `(num_batches, batch_size, ...)`, on the learner's device."""
+        num, shape = min(self.inserted, self.size), (num_batches, batch_size)
+        inds = torch.randint(num, (num_batches * batch_size,), device=self.device)
+        return {
+            name: column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device)
+            for name, column in self.columns.items()
+        }
+
+    def state_dict(self):
+        return {"inserted": self.inserted, **self.columns} if self.in_checkpoints else {}
+
+    def load_state_dict(self, state):
+        columns = dict(state)
+        self.inserted = columns.pop("inserted", 0)
+        self.columns = {name: values.to(self.device) for name, values in columns.items()}
+
+
+def make_transitions(chunk):
+    """Return a chunk's transitions, arrays `(num_steps * num_envs, ...)` by name.
+
+    To look n steps ahead, keep the chunk before: each environment's steps end with its chunk.
+    """
+    next_obs = np.concatenate([chunk.observations[1:], chunk.next_observations[None]])
+    # An episode's last step leads to its final observation, not to the one after the reset.
+    next_obs[chunk.terminations | chunk.truncations] = chunk.final_observations
+    # Nothing follows a termination, but NaN times 0 would be NaN.
+    ends = next_obs[chunk.terminations]
+    next_obs[chunk.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
+    transitions = {
+        "obs": chunk.observations, "actions": chunk.actions, "next_obs": next_obs,
+        "rewards": chunk.rewards.astype(np.float32),
+        "dones": chunk.terminations.astype(np.float32),  # a truncation is not a done
+    }  # fmt: skip
+    return {name: values.reshape(-1, *values.shape[2:]) for name, values in transitions.items()}
+
+
 def get_action(actor, obs, scale, bias):
     """Return actions as the environment takes them, and their log-probabilities, by the
     reparameterization trick.
@@ -198,13 +247,13 @@ def alpha_loss(log_alpha, log_pi, target_entropy):
 
 def q_loss(qfs, targets, actor, log_alpha, bounds, gamma, batch):
     """Return the loss of both Q-networks on a batch, a scalar, and the scalars to log."""
-    obs, actions, next_obs, rewards, dones = batch
     with torch.no_grad():
-        next_actions, next_log_pi = get_action(actor, next_obs, *bounds)
+        next_actions, next_log_pi = get_action(actor, batch["next_obs"], *bounds)
     next_q_value = compute_next_q_value(
-        targets, next_obs, next_actions, next_log_pi, rewards, dones, log_alpha.exp(), gamma
-    )
-    qf1_a_values, qf2_a_values = (qf(obs, actions) for qf in qfs)
+        targets, batch["next_obs"], next_actions, next_log_pi, batch["rewards"], batch["dones"],
+        log_alpha.exp(), gamma,
+    )  # fmt: skip
+    qf1_a_values, qf2_a_values = (qf(batch["obs"], batch["actions"]) for qf in qfs)
     qf1_loss = F.mse_loss(qf1_a_values, next_q_value)
     qf2_loss = F.mse_loss(qf2_a_values, next_q_value)
     return qf1_loss + qf2_loss, {
@@ -213,7 +262,7 @@ def q_loss(qfs, targets, actor, log_alpha, bounds, gamma, batch):
     }  # fmt: skip
 
 
-def update_q(optimizer, qfs, targets, actor, log_alpha, bounds, args, loss_fn, *batch):
+def update_q(optimizer, qfs, targets, actor, log_alpha, bounds, args, loss_fn, batch):
     """Take a gradient step of both Q-networks on a batch, by `q_loss`. Return scalars to log."""
     loss, losses = loss_fn(qfs, targets, actor, log_alpha, bounds, args.gamma, batch)
     optimizer.zero_grad()
@@ -228,13 +277,13 @@ def pi_loss(qfs, actor, log_alpha, bounds, obs):
     return actor_loss(qfs, obs, pi, log_pi, log_alpha.exp().detach()), log_pi.detach()
 
 
-def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, obs):
+def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, batch):
     """Take a gradient step of the actor, by `pi_loss`, and with `--autotune` also of alpha. Return
     the scalars to log.
 
     `optimizer` has the parameters of both, in two groups.
     """
-    loss, log_pi = loss_fn(qfs, actor, log_alpha, bounds, obs)
+    loss, log_pi = loss_fn(qfs, actor, log_alpha, bounds, batch["obs"])
     optimizer.zero_grad()
     loss.backward(inputs=list(actor.parameters()))  # the Q-networks need no gradients
     if args.autotune:
@@ -248,30 +297,37 @@ if __name__ == "__main__":
     args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    check_chunks(args)
-    writer = run.begin()
+    alike = args.num_envs % args.num_workers == 0
+    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
+    room = args.buffer_size >= args.chunk_size
+    check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
+    run.begin()
 
     # TRY NOT TO MODIFY: seeding
-    # A second thread makes steps on batches this large half again as fast. Runs that share the
-    # machine do better with one thread each: --torch-threads 1.
-    device = seeded_device(args, threads=2)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.set_num_threads(args.torch_threads)
+    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TensorFloat-32
+    # Validation would wait for the GPU. The workers, which act, still validate.
+    torch.distributions.Distribution.set_default_validate_args(False)
 
     # env setup
     env_fns = [
         make_env(args.env_id, i, args.capture_video, run.video_name, **args.make_kwargs)
         for i in range(args.num_envs)
     ]
-    env_fns = by_backend(args, env_fns, make_env)
-    with env_setup(run):
-        envs = ClusterEnv(env_fns, num_envs=args.num_envs, **run.options())
-        spaces = envs.single_observation_space, envs.single_action_space
-        continuous = isinstance(spaces[1], gym.spaces.Box) and spaces[1].dtype.kind == "f"
-        vectors = continuous and len(spaces[1].shape) == 1 and spaces[1].is_bounded()
-        what = "actions must be bounded continuous vectors"
-        check(vectors, f"{what}, not {spaces[1]}: {args.env_id}")
-        check_vectors(spaces[0])
-        needed = ReplayBuffer.num_bytes(args.buffer_size, *spaces)
-        rb_device = replay_device(args, needed, device)
+    with run.setup():  # a mistake in a flag ends the run here, with one line
+        envs = ClusterEnv(env_fns, **run.options())
+        space = envs.single_action_space
+        continuous = isinstance(space, gym.spaces.Box) and space.dtype.kind == "f"
+        vectors = continuous and len(space.shape) == 1 and space.is_bounded()
+        check(vectors, f"actions must be bounded continuous vectors, not {space}")
+        shape = envs.single_observation_space.shape or ()
+        check(len(shape) == 1, f"observations must be vectors, not {shape}")
     run.keep("envs", envs)
     actor, policy = make_policy(args, envs)
     run.keep("actor", actor.to(device))
@@ -303,18 +359,21 @@ if __name__ == "__main__":
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
         q_loss_fn = torch.compile(q_loss, dynamic=False, options=options)
         pi_loss_fn = torch.compile(pi_loss, dynamic=False, options=options)
+    # On a GPU, the Python code of the updates and losses runs only a few times. Then the
+    # GPU repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
+    # `functools.partial` in place of `CudaGraph` for these.
     update_q_once = CudaGraph(update_q, q_optimizer, qfs, targets, *common, q_loss_fn)
     update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *common, pi_loss_fn)
-    rb = ReplayBuffer(args.buffer_size, *spaces, args.save_replay, rb_device)
+    rb = ReplayBuffer(args.buffer_size, device, args.save_replay)
     run.keep("rb", rb)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
-    utd = Ratio(str(args.utd))  # exactly the given decimal, which a float may not be
+    utd = Fraction(str(args.utd))  # exactly the given decimal, which a float may not be
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on from their old number.
         count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
-        steps = f"{args.learning_starts:,} steps"
-        print(f"no replay buffer in the checkpoint: collecting {steps} before learning")
+        first = f"collecting {args.learning_starts} steps"
+        print(f"no replay buffer in the checkpoint: {first} before learning")
 
     def explore(step):
         policy.uniform = float(step < args.learning_starts)
@@ -327,20 +386,22 @@ if __name__ == "__main__":
         # Take a chunk and learn, while its worker goes on.
         for chunk in run.stream(envs, explore):
             chunk.actions = policy.to_env(torch.from_numpy(chunk.actions)).numpy()
-            rb.add(chunk)
+            rb.add(make_transitions(chunk))
 
             # ALGO LOGIC: training. `utd` gradient steps per environment step after
             # `learning_starts`.
             due = int(max(run.global_step - count.warm_up, 0) * utd)
             checks = count.gradient_steps // args.sync_check_frequency
             number = max(due - count.gradient_steps, 0)  # a run without its buffer collects first
-            batches = zip(*rb.sample(number, args.batch_size, device), strict=True)
-            for obs, *others in batches:
-                losses |= update_q_once(obs, *others)
+            data = rb.sample(number, args.batch_size, device)
+            data["obs"], data["next_obs"] = data["obs"].float(), data["next_obs"].float()
+            for values in zip(*data.values(), strict=True):
+                batch = dict(zip(data, values, strict=True))
+                losses |= update_q_once(batch)
                 count.gradient_steps += 1
                 if count.gradient_steps % args.policy_frequency == 0:
                     for _ in range(args.policy_frequency):  # compensate for the delay
-                        losses |= update_actor_once(obs)
+                        losses |= update_actor_once({"obs": batch["obs"]})
                 # update the target networks
                 if count.gradient_steps % args.target_network_frequency == 0:
                     for target, qf in zip(targets, qfs, strict=True):
@@ -356,17 +417,8 @@ if __name__ == "__main__":
                 continue
             # TRY NOT TO MODIFY: record rewards for plotting purposes
             run.report(chunk, versions=envs.policy_version)
-            if losses:
-                run.logs.add_group("losses", losses, run.global_step)
-            writer.add_scalar("time/learner_waiting", run.waiting, run.global_step)
-            writer.add_scalar("time/workers_waiting", envs.waiting_seconds.mean(), run.global_step)
+            run.log("losses", losses)
 
         policy.uniform = 0.0
-        run.finish(
-            evaluate(args, envs, policy),
-            gradient_steps=count.gradient_steps,
-            transitions_inserted=rb.inserted,
-            policy_versions=envs.policy_version,
-            learner_waiting_seconds=run.waiting,
-        )
-        record_video(run, policy, make_env)
+        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
+        run.finish(evaluate(args, envs, policy), **steps)

@@ -114,9 +114,10 @@ def own_handlers():
     yield
     for number, handler in zip(numbers, handlers, strict=True):
         signal.signal(number, handler)
-    starts = logging.getLogger("clusterenv_runtime.env")
-    starts.setLevel(logging.NOTSET)
-    starts.handlers = []
+    for name in ("clusterenv_runtime.env", "clusterenv_runtime.head.pool.waits"):
+        log = logging.getLogger(name)
+        log.setLevel(logging.NOTSET)
+        log.handlers = []
 
 
 @pytest.fixture(scope="module", autouse=True)

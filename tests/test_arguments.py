@@ -15,9 +15,9 @@ import pytest
 import dqn_clusterenv
 import ppo_clusterenv
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import Run, arguments, parse, resume
-from clusterenv_runtime.script.checkpoint import save_checkpoint
 from clusterenv_runtime.security import HeadKeys, write_key_file
+from clusterenv_utils import Run, ScriptError, arguments, parse
+from clusterenv_utils.checkpoint import save_checkpoint
 
 from . import scripts
 from .envs import CountingEnv
@@ -27,10 +27,11 @@ from .test_checkpoint import foreign_checkpoint, saved_in
 
 def refusal(monkeypatch, args, *flags):
     monkeypatch.setattr(sys, "argv", ["script.py", *flags])
-    with pytest.raises(SystemExit) as exit:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(ScriptError) as raised:
         Run(parse(args), fixed=["env_id"])
-    assert exit.value.code.startswith("error: ") and "\n" not in exit.value.code
-    return exit.value.code
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 def whole(args, step):
@@ -41,6 +42,7 @@ def whole(args, step):
         "rng": {},
         "global_step": step,
         "seconds": 0.5,
+        "waiting": 0.0,
         "wandb_id": None,
     }
 
@@ -78,7 +80,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         "cuda": False,
     }
     assert vars(run.args) == vars(ppo_clusterenv.Args(**changed, num_envs=96, resume="runs/x"))
-    assert (run.global_step, run.directory.name) == (5, "x")
+    assert (run.global_step, run.name) == (5, "x")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_flags_of_the_run_are_defaults_and_the_command_line_overrides_them(run_x
         ),
         (
             "--resume runs/x --kl-threshold -1",
-            "kl_threshold is -1.0: Expected `float` >= 0.0",
+            "--kl-threshold must be at least 0, got -1.0",
         ),
     ],
 )
@@ -128,7 +130,7 @@ def test_learning_starts_cannot_change_on_resume(tmp_path, monkeypatch, name):
     save_checkpoint("runs/x", whole(args, 5), 5)
     script = f"{name.replace('.', '/')}.py"
     monkeypatch.setattr(sys, "argv", [script, "--resume", "runs/x", "--learning-starts", "17"])
-    with pytest.raises(SystemExit, match="--learning-starts cannot change on resume: runs/x has"):
+    with pytest.raises(ScriptError, match="--learning-starts cannot change on resume: runs/x has"):
         runpy.run_path(str(scripts.ROOT / script), run_name="__main__")
 
 
@@ -167,10 +169,10 @@ def test_a_flag_that_can_run_code_is_not_taken_from_a_run_but_accepted_if_given_
     write_key_file("their.key", HeadKeys.make())
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
     assert says.startswith(
-        f"error: runs/x has {arguments.spell(name)} {value!r}: a flag that can run someone's code"
+        f"runs/x has {arguments.spell(name)} {value!r}: a flag that can run someone's code"
     )
     monkeypatch.setattr(sys, "argv", ["script.py"])
-    again = resume.resume_command(args, "runs/x", ["python"])
+    again = arguments.resume_command(args, "runs/x", ["python"])
     assert again == f"python script.py {flag} --resume runs/x"
     monkeypatch.setattr(sys, "argv", shlex.split(again)[1:])
     assert getattr(Run(parse(ppo_clusterenv.Args), fixed=["env_id"]).args, name) == value
@@ -228,7 +230,7 @@ def test_an_invalid_value_in_a_checkpoint_is_one_line(run_x, monkeypatch, path, 
 
 
 def test_a_run_with_a_dangling_link_to_a_checkpoint_is_resumed(run_x, monkeypatch, caplog):
-    link = f"runs/x/checkpoint-9-{'0' * 64}.pt"
+    link = f"runs/x/checkpoint-{9:012d}.pt"
     os.symlink("purged", link)
     monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
     assert Run(parse(ppo_clusterenv.Args)).global_step == 5
@@ -272,14 +274,14 @@ def test_escape_sequences_in_a_foreign_checkpoint_do_not_reach_the_terminal(
     monkeypatch.setattr(sys, "argv", ["script.py", "--resume", "runs/x"])
     assert Run(parse(ppo_clusterenv.Args)).global_step == 5
     (warning,) = [record.getMessage() for record in caplog.records]
-    problem = "it is not a run's checkpoint (UnpicklingError)"
+    problem = "it is damaged, or not a checkpoint (UnpicklingError)"
     assert warning == f"skipped the checkpoint {path}: {problem}"
 
 
 def test_the_line_that_says_how_to_resume_is_printable(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["script.py"])
     args = ppo_clusterenv.Args(worker_prefix=f"nice {ESCAPE}")
-    line = resume.resume_command(args, f"runs/{ESCAPE}", ["python"])
+    line = arguments.resume_command(args, f"runs/{ESCAPE}", ["python"])
     assert line == r"python script.py '--worker-prefix=nice \x1b[2J' --resume 'runs/\x1b[2J'"
 
 
@@ -288,44 +290,23 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
     (path,) = saved_in(Path("runs/x"))
     path.write_bytes(b"")
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
-    assert says == "error: all 1 checkpoints in runs/x are damaged"
-    warning = f"skipped the checkpoint {path}: it is damaged"
+    assert says == "all 1 checkpoints in runs/x are damaged"
+    warning = f"skipped the checkpoint {path}: it is damaged, or not a checkpoint (BadZipFile)"
     assert [record.getMessage() for record in caplog.records] == [warning]
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--max-worker-restarts -1", "max_worker_restarts is -1: Expected `int` >= 0"),
-        ("--worker-timeout 0", "worker_timeout is 0.0: Expected `float` > 0.0"),
-        ("--startup-timeout nan", "startup_timeout is nan: Expected `float` > 0.0"),
-        (
-            "--checkpoint-interval -1",
-            "checkpoint_interval is -1.0: Expected `float` >= 0.0",
-        ),
-        ("--port 65536 --bind-address lo", "port is 65536: Expected `int` <= 65535"),
+        ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
+        ("--worker-timeout 0", "--worker-timeout must be above 0, got 0.0"),
+        ("--port 65536 --bind-address lo", "--port must be at least 0 and at most 65535"),
         ("--port 5000", "port needs bind_address"),
         ("--bind-address none0", "got none0"),
         ("--bind-address 0.0.0.0", "bind_address must be one address, not all of them (0.0.0.0)"),
-        ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),
     ],
 )
 def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):
-    assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--min-workers 1", "--min-workers is no longer a flag: all workers start together"),
-        ("--min_workers=1", "--min-workers is no longer a flag: all workers start together"),
-        ("--interface lo", "is no longer a flag: give the interface's name as --bind-address"),
-        ("--security none", "--security is no longer a flag: tcp is always encrypted"),
-        ("--allow-insecure", "--allow-insecure is no longer a flag: tcp is always encrypted"),
-        ("--no-allow-insecure", "--allow-insecure is no longer a flag: tcp is always encrypted"),
-    ],
-)
-def test_a_former_flag_is_one_line_that_says_what_to_do_instead(monkeypatch, flags, says):
     assert says in refusal(monkeypatch, dqn_clusterenv.Args, *flags.split())
 
 
@@ -354,5 +335,5 @@ def test_a_link_in_place_of_the_lock_is_one_line_and_not_followed(run_x, monkeyp
     (tmp_path / "precious").write_text("precious")
     os.symlink(tmp_path / "precious", "runs/x/lock")
     says = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
-    assert says == "error: cannot write to runs/x: Too many levels of symbolic links"
+    assert says == "cannot write to runs/x: Too many levels of symbolic links"
     assert (tmp_path / "precious").read_text() == "precious"

@@ -4,10 +4,13 @@ Gymnasium's environments, in every autoreset mode.
 
 import functools
 import os
+import re
+import shutil
 import signal
-import sys
+import subprocess
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -23,8 +26,9 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
 from clusterenv_runtime.arrays import map_space
+from clusterenv_runtime.extras.envpool import EnvPoolVectorEnv
 from clusterenv_runtime.policy.tensors import to_tensors
-from clusterenv_runtime.script.environments import make_vec, one_line_for_environments
+from clusterenv_utils.errors import one_line_for_environments
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
@@ -34,6 +38,15 @@ MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 VECTORIZED = "tests.vectorized:VectorCartPole-v0"  # an environment that has a vector version
 FIELDS = "starts observations actions logprobs rewards terminations truncations final_observations "
 FIELDS += "next_observations policy_versions episodic_returns episodic_lengths"
+
+
+def make_vec(backend, env_id, num_envs, **kwargs):
+    """Make environments that step together: EnvPool's, or the environment's own vector version."""
+    if backend == "envpool":
+        return EnvPoolVectorEnv(env_id, num_envs, **kwargs)
+    if env_id.startswith("ALE/"):
+        kwargs = {"num_threads": 1, "autoreset_mode": AutoresetMode.SAME_STEP, **kwargs}
+    return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
 
 
 @pytest.fixture(params=["sync", "envpool"])
@@ -489,80 +502,26 @@ def test_lunar_lander_v2_which_gymnasium_no_longer_has():
     assert np.isfinite(rollout.observations).all()
 
 
-@pytest.mark.parametrize(
-    "backend, script", [("vector", "dqn_clusterenv.py"), ("envpool", "ppo_clusterenv.py")]
-)
-def test_scripts_train_on_environments_that_step_together(backend, script, tmp_path):
+@pytest.mark.parametrize("backend", ["vector", "envpool"])
+def test_two_lines_of_a_page_put_environments_that_step_together_into_a_script(tmp_path, backend):
     if backend == "envpool":
         pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    # Gymnasium no longer has LunarLander-v2.
-    env_id = {"vector": VECTORIZED, "envpool": "LunarLander-v2"}[backend]
-    flags = [
-        "--env-id",
-        env_id,
-        "--env-backend",
-        backend,
-        "--envs-per-worker",
-        "4",
-        "--total-timesteps",
-        "3000",
-    ]
-    flags += ["--env-threads", "2"] * (backend == "envpool")
-    _, summary = scripts.train(script, tmp_path, *flags, "--eval-episodes", "3")
-    assert np.isfinite(summary["eval_return_mean"])
-    assert (
-        summary["mean_return_100"] > 0 if backend == "vector" else summary["mean_return_100"] < 100
-    )
-
-
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        ("--env-backend vector --env-id LunarLander-v3", "doesn't have a vector entry point"),
-        ("--env-backend envpool --env-id Mars-v0", "EnvPool has no Mars-v0"),
-        (
-            "--env-backend vector --env-id CartPole-v1",
-            "--env-backend vector: ValueError: CartPoleVectorEnv has the autoreset mode 'NextStep'",
-        ),
-        (
-            "--env-backend vector --env-id CartPole-v1 --capture-video",
-            "--capture-video needs --env-backend gymnasium",
-        ),
-        (
-            "--env-backend vector --env-id CartPole-v1 --env-threads 2",
-            "--env-threads needs --env-backend envpool",
-        ),
-        ("--env-backend envpool --env-threads 0", "env_threads is 0: Expected `int` >= 1"),
-        (
-            "--env-backend vector --env-id CartPole-v1 --env-kwargs gravity=0",
-            "keyword argument 'gravity'",
-        ),
-        (
-            "--env-backend envpool --env-id CartPole-v1 --env-kwargs gravity=0",
-            "--env-kwargs gravity=0: ",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, monkeypatch, flags, says):
-    if "envpool" in flags:
-        pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    scripts.check_refusal_here(monkeypatch, "ppo_clusterenv.py", tmp_path, flags.split(), says)
-
-
-@pytest.mark.parametrize("backend", ["gymnasium", "vector", "envpool"])
-def test_arguments_reach_the_environments_of_training_and_of_the_evaluation(backend, tmp_path):
-    if backend == "envpool":
-        pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    flags = [
-        "--env-id",
-        VECTORIZED if backend == "vector" else "CartPole-v1",
-        "--env-backend",
-        backend,
-        "--env-kwargs",
-        "max_episode_steps=7",
-    ]
-    flags += ["--total-timesteps", "2048", "--envs-per-worker", "4", "--eval-episodes", "3"]
-    _, summary = scripts.train("ppo_clusterenv.py", tmp_path, *flags)
+    page = (scripts.ROOT / "docs/training.md").read_text()
+    diff = re.search(r"```diff\n(.*?)```", page, re.S)[1]
+    script = shutil.copy(scripts.ROOT / "ppo_clusterenv.py", tmp_path)
+    subprocess.run(["patch", "-p0"], cwd=tmp_path, input=diff, text=True, check=True)
+    text = Path(script).read_text()
+    if backend == "vector":
+        text = text.replace("from clusterenv_runtime.extras.envpool import EnvPoolVectorEnv\n", "")
+        text = text.replace(
+            "EnvPoolVectorEnv(args.env_id, number,", "gym.make_vec(args.env_id, number,"
+        )
+        Path(script).write_text(text)
+    env_id = VECTORIZED if backend == "vector" else "CartPole-v1"
+    flags = ["--env-id", env_id, "--env-kwargs", "max_episode_steps=7", "--envs-per-worker", "4"]
+    flags += ["--total-timesteps", "2048", "--eval-episodes", "3"]
+    _, summary = scripts.train(script, tmp_path, *flags)
+    # The arguments reach the environments of training and of the evaluation.
     assert (summary["mean_return_100"], summary["eval_return_mean"]) == (7, 7)
 
 
@@ -570,11 +529,3 @@ def test_a_mistake_of_the_script_is_not_taken_for_one_of_its_flags():
     args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="a=1", capture_video=True)
     with pytest.raises(AttributeError, match="no attribute 'b'"), one_line_for_environments(args):
         args.b  # noqa: B018
-
-
-def test_no_envpool_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "envpool", None)
-    args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="", capture_video=False)
-    says = "^error: EnvPool is not installed: pip install envpool; "
-    with pytest.raises(SystemExit, match=says), one_line_for_environments(args):
-        make_vec("envpool", "CartPole-v1", 2)

@@ -1,7 +1,6 @@
 """Checkpoints are complete or absent, the last two are kept, and loading one executes no code."""
 
 import errno
-import hashlib
 import io
 import os
 import pickle
@@ -18,16 +17,17 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import CheckpointError
-from clusterenv_runtime.script import ScriptArgs
-from clusterenv_runtime.script.checkpoint import (
+from clusterenv_utils import ScriptArgs
+from clusterenv_utils.checkpoint import (
     has_checkpoint,
     load_checkpoint,
     rng_state,
     save_checkpoint,
+    save_model,
     set_rng_state,
 )
-from clusterenv_runtime.script.model import load_model, save_model
+from clusterenv_utils.errors import CheckpointError
+from clusterenv_utils.trained import load_model
 
 from .envs import assert_same
 from .scripts import TIMES, environment
@@ -61,7 +61,7 @@ def test_the_last_two_checkpoints_are_kept_and_the_newest_is_loaded(tmp_path):
     (tmp_path / "checkpoint.tmp").write_bytes(b"of a process that was killed")
     for step in range(9, 13):
         save_checkpoint(tmp_path, state(step), step)
-    assert [path.name.split("-")[1] for path in tmp_path.iterdir()] in (
+    assert [path.stem.split("-")[1] for path in tmp_path.iterdir()] in (
         ["000000000011", "000000000012"],
         ["000000000012", "000000000011"],
     )
@@ -101,18 +101,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_loaded(tmp_path, caplo
     newer.write_bytes(damage(data))
     assert_same_state(load_checkpoint(tmp_path), state(1))
     assert [record.getMessage() for record in caplog.records] == [
-        f"skipped the checkpoint {newer}: it is damaged"
+        f"skipped the checkpoint {newer}: it is damaged, or not a checkpoint (BadZipFile)"
     ]
     # The next checkpoint replaces the damaged one, which leaves two good ones.
     save_checkpoint(tmp_path, state(3), 2)
-    assert saved_in(tmp_path)[0] == older and not newer.exists()
+    assert saved_in(tmp_path) == [older, newer]
     assert_same_state(load_checkpoint(tmp_path), state(3))
 
 
 def test_a_directory_without_a_good_checkpoint_is_one_clear_error(tmp_path):
     with pytest.raises(CheckpointError, match=f"^there is no run {tmp_path}/nothing$"):
         load_checkpoint(tmp_path / "nothing")
-    (tmp_path / "checkpoint-1.pt").write_bytes(b"not by us")
+    (tmp_path / "checkpoint-one.pt").write_bytes(b"not by us")
     (tmp_path / "checkpoint.tmp").write_bytes(b"of a process that was killed")
     with pytest.raises(CheckpointError, match=f"^there is no checkpoint in {tmp_path}$"):
         load_checkpoint(tmp_path)
@@ -139,11 +139,8 @@ def test_a_key_that_could_not_be_loaded_is_not_saved(tmp_path):
 
 
 def foreign_checkpoint(directory, data):
-    """Write a checkpoint of these bytes, under the name that fits them, into a directory.
-
-    Return its path.
-    """
-    path = Path(directory, f"checkpoint-{999:012d}-{hashlib.sha256(data).hexdigest()}.pt")
+    """Write a checkpoint of these bytes into a directory, and return its path."""
+    path = Path(directory, f"checkpoint-{999:012d}.pt")
     path.write_bytes(data)
     return path
 
@@ -166,7 +163,7 @@ NO_FILES = {
 
 def odd_entry(directory, make, step):
     """Create an entry that is not a file under a checkpoint's name, and return its path."""
-    path = directory / f"checkpoint-{step:012d}-{'0' * 64}.pt"
+    path = directory / f"checkpoint-{step:012d}.pt"
     make(path)
     return path
 
@@ -188,7 +185,7 @@ def test_a_link_to_a_checkpoint_is_loaded_until_its_target_is_gone(tmp_path):
     (here / path.name).symlink_to(path)
     assert_same_state(load_checkpoint(here), state(1))
     path.unlink()
-    with pytest.raises(CheckpointError, match="^all 1 checkpoints in .* are damaged$"):
+    with pytest.raises(CheckpointError, match="^there is no checkpoint in "):
         load_checkpoint(here)
 
 
@@ -196,12 +193,12 @@ def test_a_link_to_a_checkpoint_is_loaded_until_its_target_is_gone(tmp_path):
 def test_an_entry_that_is_not_a_file_does_not_stop_saving_removing_or_loading(
     tmp_path, caplog, make
 ):
-    odd = {step: odd_entry(tmp_path, make, step) for step in (0, 3, 7)}
+    odd = {step: odd_entry(tmp_path, make, step) for step in (0, 7)}
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, state(step), step)
     assert not caplog.records
     files = set(saved_in(tmp_path)) - set(odd.values())
-    assert sorted(path.name.split("-")[1] for path in files) == ["000000000003", "000000000004"]
+    assert sorted(path.stem.split("-")[1] for path in files) == ["000000000003", "000000000004"]
     assert set(odd.values()) <= set(saved_in(tmp_path))
     assert has_checkpoint(tmp_path)
     assert_same_state(load_checkpoint(tmp_path), state(4))
@@ -224,7 +221,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_re
     monkeypatch.setattr(Path, "unlink", refuse_one)
     save_checkpoint(tmp_path, state(3), 3)
     save_checkpoint(tmp_path, state(4), 4)
-    assert [path.name.split("-")[1][-1] for path in saved_in(tmp_path)] == ["1", "3", "4"]
+    assert [path.stem.split("-")[1][-1] for path in saved_in(tmp_path)] == ["1", "3", "4"]
     text = f"cannot remove the old checkpoint {kept[0]}: Operation not permitted"
     assert {record.getMessage() for record in caplog.records} == {text}
     assert_same_state(load_checkpoint(tmp_path), state(4))
@@ -232,7 +229,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_the_others_are_re
 
 LIVE = """
 import sys
-from clusterenv_runtime.script.checkpoint import save_checkpoint
+from clusterenv_utils.checkpoint import save_checkpoint
 step = 0
 while True:
     step += 1
@@ -330,13 +327,13 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before(tmp_path):
     save_model(tmp_path, state(1), ScriptArgs())
     with no_room(), pytest.raises(OSError, match="too large"):
         save_model(tmp_path, state(2), ScriptArgs())
-    assert_same_state(load_model(path).model, state(1))
+    assert_same_state(load_model(path)["model"], state(1))
     assert list(tmp_path.iterdir()) == [path]
 
 
 SAVER = """
 import sys, torch
-from clusterenv_runtime.script.checkpoint import load_checkpoint, save_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint, save_checkpoint
 step = load_checkpoint(sys.argv[1])["step"]
 while True:
     step += 1

@@ -16,9 +16,8 @@ import torch
 from torch.distributions import Distribution
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.script import CudaGraph, ReplayBuffer, replay_device
-from clusterenv_runtime.script.checkpoint import load_part
-from clusterenv_runtime.script.frame_replay import ReplayBuffer as FrameReplay
+from clusterenv_utils import CudaGraph, FrameReplayBuffer, ScriptError, device_with_room
+from dqn_clusterenv import ReplayBuffer, make_transitions
 from experiments.benchmarks.steps import SCRIPTS, loss_of, make
 
 from . import scripts
@@ -45,7 +44,8 @@ def as_in_the_scripts(monkeypatch):
 
 def minibatch(learner, number):
     """Return a step's tensors: the learner's inputs, each shifted by its own number of rows."""
-    return [value.roll(number * row, 0) for row, value in enumerate(learner.inputs)]
+    named = enumerate(learner.inputs.items())
+    return {name: value.roll(number * row, 0) for row, (name, value) in named}
 
 
 def take(learner, step, numbers):
@@ -54,7 +54,7 @@ def take(learner, step, numbers):
     losses = []
     for number in numbers:
         learner.optimizer.param_groups[0]["lr"] = RATES[number % len(RATES)]
-        losses.append(loss_of(step(*minibatch(learner, number))))
+        losses.append(loss_of(step(minibatch(learner, number))))
     return torch.stack(losses)
 
 
@@ -84,9 +84,85 @@ def test_a_step_gets_the_fixed_arguments_and_then_its_tensors():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.Adam([parameter], lr=0.5)
     step = CudaGraph(lambda *arguments: arguments, optimizer, "fixed")
-    tensor = torch.ones(2)
-    assert step(tensor) == (optimizer, "fixed", tensor)
+    mb = {"obs": torch.ones(2)}
+    assert step(mb) == (optimizer, "fixed", mb)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class Graph(CudaGraph):
+    """Captures on a CPU: its "graph" is the step itself, or another one."""
+
+    def __init__(self, replays, *arguments):
+        super().__init__(*arguments)
+        self.replays = replays
+
+    def _allocate(self, minibatch):
+        self._inputs = {name: torch.empty_like(value) for name, value in minibatch.items()}
+        self._rates = [torch.empty(()) for _ in self._optimizer.param_groups]
+
+    def _run_eagerly(self):
+        return self._step(self._inputs)
+
+    def _capture(self):
+        def replay():
+            self._outputs = self.replays(self._step, self._inputs)
+
+        return SimpleNamespace(replay=replay)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dqn", "sac"])
+def test_the_comparison_of_a_graph_changes_nothing(no_gpu, name):
+    plain, compared = make(name, "cpu"), make(name, "cpu")
+    expected = take(plain, plain.step, range(6))
+    graph = Graph(lambda step, mb: step(mb), compared.update, compared.optimizer, *compared.fixed)
+    compared.inputs = {key: value.as_subclass(OnGpu) for key, value in compared.inputs.items()}
+    found = take(compared, graph, range(6))
+    assert torch.equal(found.as_subclass(torch.Tensor), expected)
+    assert torch.equal(weights(compared), weights(plain))
+
+
+@pytest.mark.parametrize(
+    ("replays", "is_right"),
+    [
+        (lambda step, mb: {name: 1.005 * each for name, each in step(mb).items()}, True),
+        (lambda step, mb: {name: 1.1 * each for name, each in step(mb).items()}, False),
+        (lambda step, mb: step({**mb, "returns": mb["returns"] + 1}), False),
+    ],
+    ids=["other kernels", "wrong", "other inputs"],
+)
+def test_a_graph_that_computes_something_else_ends_the_run_in_one_line(no_gpu, replays, is_right):
+    learner = make("ppo", "cpu")
+    graph = Graph(replays, learner.update, learner.optimizer, *learner.fixed)
+    learner.inputs = {key: value.as_subclass(OnGpu) for key, value in learner.inputs.items()}
+    take(learner, graph, range(3))
+    if is_right:
+        take(learner, graph, range(3, 5))
+    else:
+        with pytest.raises(
+            ScriptError, match=r"of update is \S+ by its CUDA graph and \S+ without"
+        ):
+            take(learner, graph, range(3, 4))
+
+
+def test_an_error_in_a_step_leaves_the_learning_rate_a_number(no_gpu):
+    learner = make("ppo", "cpu")
+    graph = CudaGraph(learner.update, learner.optimizer, *learner.fixed)
+    graph._rates = [torch.ones(())]
+    with pytest.raises(KeyError), graph._rates_as_tensors(capturable=False):
+        graph._step({})
+    assert learner.optimizer.param_groups[0]["lr"] == 2**-10
 
 
 @on_gpu
@@ -126,12 +202,12 @@ def test_a_resumed_optimizer_goes_on_at_its_rate(name):
     (group,) = state["optimizer"]["param_groups"]
     assert group["lr"] == RATES[(STEPS - 1) % len(RATES)] and not group["capturable"]
     resumed.fixed[0].load_state_dict(state["network"])
-    load_part(resumed.optimizer, copy.deepcopy(state["optimizer"]))
+    resumed.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
     take(resumed, resumed.graph(), range(STEPS, 2 * STEPS))
     assert_same(name, weights(resumed), weights(whole), before)
     # The checkpoint of a run on a GPU can be resumed on the CPU.
     on_cpu = make(name, "cpu")
-    load_part(on_cpu.optimizer, state["optimizer"])
+    on_cpu.optimizer.load_state_dict(state["optimizer"])
     take(on_cpu, on_cpu.graph(), range(2))
 
 
@@ -145,7 +221,7 @@ def test_nothing_in_a_step_waits_for_the_gpu(name):
     for number, batch in enumerate(batches, start=2):
         # The capture, in the fourth step, waits for all earlier work.
         torch.cuda.set_sync_debug_mode("default" if number == 4 else "error")
-        step(*batch)
+        step(batch)
     torch.cuda.set_sync_debug_mode("default")
 
 
@@ -154,9 +230,9 @@ def test_the_results_of_a_step_are_overwritten_by_the_next_step():
     learner = make("ppo", "cuda")
     step = learner.graph()
     take(learner, step, range(4))
-    one = step(*minibatch(learner, 4))
+    one = step(minibatch(learner, 4))
     loss = one["value_loss"].item()
-    other = step(*minibatch(learner, 5))
+    other = step(minibatch(learner, 5))
     assert one["value_loss"].item() == other["value_loss"].item() != loss
 
 
@@ -164,9 +240,9 @@ def test_the_results_of_a_step_are_overwritten_by_the_next_step():
 def test_tensors_of_another_shape_are_refused():
     learner = make("dqn", "cuda")
     step = learner.graph()
-    step(*learner.inputs)
-    with pytest.raises(ValueError, match=r"got \(1, 8\) torch.float32, expected \(128, 8\)"):
-        step(*(value[:1] for value in learner.inputs))
+    step(learner.inputs)
+    with pytest.raises(ValueError, match=r"got a minibatch of .*\[1, 8\].* expected .*\[128, 8\]"):
+        step({name: value[:1] for name, value in learner.inputs.items()})
 
 
 WAITS = """
@@ -188,7 +264,7 @@ LOOPS = {  # flags, and the first and last line of the part that must not wait
     "dqn_clusterenv.py": ("--learning-starts 512", "while count.gradient_steps", "lerp_"),
     "scripts/sac_clusterenv.py": (
         "--env-id Pendulum-v1 --total-timesteps 1024 --learning-starts 512",
-        "batches = zip", "lerp_",
+        "for values in zip", "lerp_",
     ),
 }  # fmt: skip
 
@@ -219,36 +295,41 @@ def test_between_the_advantages_and_the_report_nothing_waits(tmp_path, script):
 
 @on_gpu
 def test_a_replay_buffer_is_on_the_gpu_if_it_fits_there(monkeypatch, capsys):
-    gpu, args = torch.device("cuda"), SimpleNamespace(buffer_size=1000, save_replay=False)
-    assert replay_device(args, 2**20, gpu) == gpu
-    assert "1,000 transitions, 1.0 MiB on the GPU, not in checkpoints" in capsys.readouterr().out
+    gpu = torch.device("cuda")
+    assert device_with_room(2**20, gpu) == gpu
+    assert "1.0 MiB on the cuda" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**40))
-    assert replay_device(args, 2**20, gpu) == torch.device("cpu")
-    assert "in memory" in capsys.readouterr().out
+    assert device_with_room(2**20, gpu) == torch.device("cpu")
+    assert "on the cpu" in capsys.readouterr().out
 
 
 @on_gpu
 @pytest.mark.parametrize("has_frames", [False, True])
 def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
-    sizes = (30, 200) if has_frames else (30,)
-    spaces = (space,) if has_frames else (space, gym.spaces.Discrete(2))
-    make = FrameReplay if has_frames else ReplayBuffer
-    here, there = (make(*sizes, *spaces, True, device) for device in ("cpu", "cuda"))
+
+    def make(device):
+        return (
+            FrameReplayBuffer(30, 200, space, True, device)
+            if has_frames
+            else ReplayBuffer(30, device)
+        )
+
+    here, there, back = make("cpu"), make("cuda"), make("cpu")
     for number in range(6):
         for buffer in (here, there):
             chunk = chunk_of(8 * number, 4, 2, (4, 1, 1))
-            buffer.add(in_frames(chunk) if has_frames else chunk)
-    back = make(*sizes, *spaces, True, "cpu")
+            buffer.add(in_frames(chunk) if has_frames else make_transitions(chunk))
     back.load_state_dict(there.state_dict())
     for name, value in here.state_dict().items():
         equal = torch.equal if torch.is_tensor(value) else operator.eq
-        assert equal(value, getattr(back, name)), name
+        assert equal(value, back.state_dict()[name]), name
     numbers = (1000,) if has_frames else (1, 1000)
     sample = there.sample(*numbers, torch.device("cuda"))
-    assert all(value.is_cuda for value in sample)
-    rewards = set(sample[3].flatten().tolist())
-    assert rewards == set(here.sample(*numbers, torch.device("cpu"))[3].flatten().tolist())
+    assert all(value.is_cuda for value in sample.values())
+    rewards = set(sample["rewards"].flatten().tolist())
+    again = here.sample(*numbers, torch.device("cpu"))
+    assert rewards == set(again["rewards"].flatten().tolist())
 
 
 class OnGpuEnv(RenderingEnv):

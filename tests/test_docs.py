@@ -56,6 +56,7 @@ MODULES = [
         "tests",
         "verification",
         "clusterenv_runtime",
+        "clusterenv_utils",
         "docs",
     )
 ]
@@ -105,7 +106,7 @@ FRAGMENTS += [
     for page, kind, code in BLOCKS
     if kind == "diff" and not code.startswith("---")
 ]
-DIFFS = [(page, code) for page, kind, code in BLOCKS if code.startswith("--- scripts/")]
+DIFFS = [(page, code) for page, kind, code in BLOCKS if code.startswith("--- ")]
 FRAGMENTS = {code: name_of(page) for page, code in FRAGMENTS}  # each fragment once
 
 

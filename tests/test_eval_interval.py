@@ -9,26 +9,25 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
-from clusterenv_runtime.script import Run, ScriptArgs
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.evaluation import Evaluations, film
-from clusterenv_runtime.script.model import load_model
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_utils import Run, ScriptArgs, ScriptError
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.evaluation import Evaluations
+from clusterenv_utils.trained import load_model
 
 from . import scripts
 from .envs import CountingEnv
 from .nets import linear
 from .patience import PATIENCE, wait_until
+from .scripts import PPO, TINY
 from .slurm.machine import free_ports
-from .test_ppo_clusterenv import SCRIPT, TINY
-
-gym.register("Blind-v0", CountingEnv)
 
 
 @dataclass
@@ -69,7 +68,7 @@ def training(grade, **flags):
 
 
 def best(path="runs/x/experiment.best.cleanrl_model"):
-    return load_model(path).model["actor.bias"].tolist()
+    return load_model(path)["model"]["actor.bias"].tolist()
 
 
 def wait_for(evaluations):
@@ -102,7 +101,7 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
 
         evaluate(49, 1)
         wait_for(evaluations)  # none was due
-        assert run.logs.curve.evaluations == []
+        assert run.curve.evaluations == []
         evaluate(60, 2)
         evaluate(170, 3)  # waits for the previous evaluation
         finish("2")
@@ -115,12 +114,11 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         finish("3")
         assert best() == [6, 6]
         found = [(60, 6.0), (190, 3.0), (200, 9.0)]
-        assert run.logs.curve.evaluations == found
+        assert run.curve.evaluations == found
         said = [line for line in capsys.readouterr().out.split("\n") if "evaluated" in line]
-        best_yet = [", the best yet", "", ", the best yet"]
         assert said == [
-            f"evaluated step {step}: return {mean}{text}"
-            for (step, mean), text in zip(found, best_yet, strict=True)
+            f"evaluated step {step}: return {mean}, the best so far {most}"
+            for (step, mean), most in zip(found, [6.0, 6.0, 9.0], strict=True)
         ]
         run.global_step = 210
         run.save()
@@ -137,7 +135,7 @@ def test_the_best_policy_is_kept_as_it_was_when_it_was_sent(tmp_path, monkeypatc
         run._evaluations.go_on(260)
         give(grade, "2")
         wait_for(run._evaluations)
-        assert run.logs.curve.evaluations == [*found, (260, 6.0)]
+        assert run.curve.evaluations == [*found, (260, 6.0)]
         assert best() == [6, 6]
 
 
@@ -158,7 +156,7 @@ def test_the_last_evaluation_is_in_the_last_checkpoint_and_frees_its_port(tmp_pa
 def test_environments_that_record_videos_are_left_to_training(monkeypatch):
     made = []
     monkeypatch.setattr(
-        "clusterenv_runtime.script.evaluation.ClusterEnv",
+        "clusterenv_utils.evaluation.ClusterEnv",
         lambda env_fns, **options: made.append((env_fns, options["num_envs"])),
     )
 
@@ -167,24 +165,18 @@ def test_environments_that_record_videos_are_left_to_training(monkeypatch):
         num_envs = 3
         num_workers = 1
 
-    class Logs:
-        class curve:
-            evaluations = []
-
-        class writer:
-            log_dir = "."
-
+    rest = linear(1, 2), None, SimpleNamespace(evaluations=[]), SimpleNamespace(log_dir=".")
     for records in True, False:
         args = Args(eval_interval=8, capture_video=records, eval_episodes=20)
-        Evaluations(args, Envs, linear(1, 2), None, Logs)
+        Evaluations(args, Envs, *rest)
     assert made == [(["one", "another"], 2), (["records", "one", "another"], 3)]
     make = Envs.env_fns = partial(gym.make_vec, "CartPole-v1")
-    Evaluations(Args(eval_interval=8), Envs, linear(1, 2), None, Logs)
+    Evaluations(Args(eval_interval=8), Envs, *rest)
     assert made[-1] == (make, 3)
     Envs.env_fns = ["records"]
     args = Args(eval_interval=8, capture_video=True)
-    with pytest.raises(SystemExit, match="needs a second environment"):
-        Evaluations(args, Envs, linear(1, 2), None, Logs)
+    with pytest.raises(ScriptError, match="needs a second environment"):
+        Evaluations(args, Envs, *rest)
 
 
 @pytest.mark.long
@@ -193,8 +185,8 @@ def test_training_is_the_same_with_and_without_evaluations(tmp_path):
     for number, flags in enumerate(([], ["--eval-interval", "64"])):
         directory = tmp_path / str(number)
         directory.mkdir()
-        folder, summary = scripts.train(SCRIPT, directory, *TINY, *flags)
-        weights.append(load_model(folder / "ppo_clusterenv.cleanrl_model").model)
+        folder, summary = scripts.train(PPO, directory, *TINY[PPO], *flags)
+        weights.append(load_model(folder / "ppo_clusterenv.cleanrl_model")["model"])
     for name, tensor in weights[0].items():
         assert torch.equal(tensor, weights[1][name])
     # The last logged return is that of the final evaluation.
@@ -218,8 +210,8 @@ def evaluating_worker(process):
 
 @pytest.mark.long
 def test_the_worker_that_evaluates_is_replaced_and_ends_with_the_run(tmp_path):
-    flags = [*TINY, "--total-timesteps", "38400", "--eval-interval", "64"]
-    process, _ = scripts.start_and_await_training(SCRIPT, tmp_path, *flags)
+    flags = [*TINY[PPO], "--total-timesteps", "38400", "--eval-interval", "64"]
+    process, _ = scripts.start_and_await_training(PPO, tmp_path, *flags)
     wait_until(lambda: evaluating_worker(process))
     worker = evaluating_worker(process)
     os.kill(worker, signal.SIGKILL)
@@ -234,90 +226,11 @@ def test_the_worker_that_evaluates_is_replaced_and_ends_with_the_run(tmp_path):
     assert not scripts.alive(another)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            ["--eval-interval", "64", "--eval-episodes", "0"],
-            "--eval-interval needs --eval-episodes",
-        ),
-        (
-            ["--eval-interval", "64", "--bind-address", "127.0.0.1", "--port", "65535"],
-            "--port 65535 leaves no next port for the worker that evaluates",
-        ),
-        (["--eval-video", "--env-backend", "vector"], "--eval-video needs --env-backend gymnasium"),
-    ],
-)
-def test_misuse_is_one_line(tmp_path, monkeypatch, flags, says):
-    scripts.check_refusal_here(monkeypatch, SCRIPT, tmp_path, [*TINY, *flags], says)
-
-
 def test_a_dry_run_prints_the_command_of_the_worker_that_evaluates(tmp_path):
     result = subprocess.run(
-        [sys.executable, scripts.ROOT / SCRIPT, *TINY, "--eval-interval", "64", "--dry-run",
+        [sys.executable, scripts.ROOT / PPO, *TINY[PPO], "--eval-interval", "64", "--dry-run",
          "--num-workers", "1", "--bind-address", "127.0.0.1", "--port", "7000"],
         cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True,
     )  # fmt: skip
     addresses = [line.split("--connect ")[1].split()[0] for line in result.stdout.splitlines()]
     assert addresses == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
-
-
-@pytest.mark.long
-def test_a_video_of_an_evaluated_episode_is_left(tmp_path):
-    folder, _ = scripts.train(SCRIPT, tmp_path, *TINY, "--eval-video")
-    assert (folder / "evaluation.mp4").stat().st_size > 1000
-    assert not (folder / "video").exists() and not (tmp_path / "videos").exists()
-
-
-class Dark(CountingEnv):
-    """Cannot render, although its metadata says that it can."""
-
-    metadata = {"render_modes": ["rgb_array"]}
-
-    def __init__(self):
-        super().__init__(3)
-        self.render_mode = "rgb_array"
-
-    def render(self):
-        raise OSError("no display")
-
-
-def recorded(env_id, idx, capture_video, run_name):
-    return lambda: gym.wrappers.RecordVideo(Dark(), f"videos/{run_name}")
-
-
-@pytest.mark.parametrize(
-    ("make_env", "why"),
-    [
-        (recorded, "OSError: no display"),
-        (lambda *_: partial(CountingEnv, 3), "make_env has recorded nothing"),
-    ],
-)
-def test_a_video_that_cannot_be_recorded_is_one_line(tmp_path, make_env, why):
-    args, policy = Args(), CategoricalPolicy(linear(1, 2))
-    with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/x.mp4: {why}$"):
-        film(args, make_env, policy, f"{tmp_path}/x.mp4", {"num_workers": 1}, seed=1)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_signal_during_the_recording_is_not_a_failure_of_the_video(tmp_path):
-    def interrupt(*_):
-        raise Interrupted
-
-    args, policy = Args(), CategoricalPolicy(linear(1, 2))
-    options = {"num_workers": 1, "close_timeout": 0.1}
-    waits = partial(CountingEnv, 3, gate=tmp_path / "never")
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 1)
-    try:
-        with pytest.raises(Interrupted):
-            film(args, lambda *_: waits, policy, f"{tmp_path}/x.mp4", options, seed=1)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def test_a_video_of_an_environment_without_pictures_is_refused(tmp_path):
-    id = "tests.test_eval_interval:Blind-v0"
-    result = scripts.run(SCRIPT, tmp_path, *TINY, "--env-id", id, "--eval-video")
-    scripts.check_refusal(result, f"--eval-video: {id} renders no pictures")
-    assert os.listdir(tmp_path) == []

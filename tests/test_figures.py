@@ -15,12 +15,12 @@ import pytest
 import yaml
 from torch.utils.tensorboard import SummaryWriter
 
-from clusterenv_runtime.script.estimates import interval, iqm
 from experiments.figures import claims, collect, plot, slow_network, tasks
 from experiments.figures.claims import difference
 from experiments.figures.network import Delay, Network
 from experiments.machine import here
 from experiments.sweeps.sweep import load
+from tools.plot import interval, iqm
 
 from .machine import do_without, refusal_of_namespaces
 from .scripts import ROOT

@@ -22,7 +22,7 @@ from .scripts import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 SCRIPTS = [*ROOT.glob("*_clusterenv.py"), *ROOT.glob("scripts/*.py")]
-PACKAGE = ROOT / "clusterenv_runtime"
+PACKAGE, UTILS = ROOT / "clusterenv_runtime", ROOT / "clusterenv_utils"
 
 
 def metadata_of(script):
@@ -53,11 +53,11 @@ def test_uv_run_installs_what_the_script_needs(script):
     listed = [*PROJECT["dependencies"], *(line for extra in need.extras for line in EXTRAS[extra])]
     brought = {Requirement(line).name for line in listed}
     distributions = packages_distributions()
-    files = [script, *(PACKAGE / "script").glob("*.py")]
+    files = [script, *UTILS.glob("*.py")]
     modules = (
         {name for path in files for name in modules_of(path)}
         - sys.stdlib_module_names
-        - {PACKAGE.name}
+        - {PACKAGE.name, UTILS.name}
     )
     assert len(modules) > 5
     for module in modules:
@@ -119,11 +119,12 @@ def build(tree, kind):
 def test_the_sdist_holds_the_package_and_so_does_the_wheel_that_it_builds(tmp_path):
     tree = tmp_path / "tree"
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("clusterenv_runtime", "tests"):
+    for name in ("clusterenv_runtime", "clusterenv_utils", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
-    sources = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    paths = *PACKAGE.rglob("*.py"), *UTILS.rglob("*.py")
+    sources = {str(path.relative_to(ROOT)) for path in paths}
     files = sources | {"clusterenv_runtime/py.typed"}
     with tarfile.open(build(tree, "sdist")) as sdist:
         sdist.extractall(tmp_path, filter="data")
@@ -171,7 +172,8 @@ def test_the_package_of_another_project_is_never_installed(tmp_path):
     assert set(told_to_install()) == {PROJECT["name"]}
     tree, index = tmp_path / "tree", tmp_path / "index"
     index.mkdir()
-    shutil.copytree(PACKAGE, tree / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (PACKAGE, UTILS):
+        shutil.copytree(package, tree / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, tree)
     shutil.copy(build(tree, "wheel"), index)
@@ -179,5 +181,5 @@ def test_the_package_of_another_project_is_never_installed(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     flags = ["--find-links", str(index), "--target", str(tmp_path / "site")]
     subprocess.run([*command, *flags, f"{PROJECT['name']}[scripts]"], check=True)
-    assert (tmp_path / "site" / "clusterenv_runtime").is_dir()
+    assert all((tmp_path / "site" / package.name).is_dir() for package in (PACKAGE, UTILS))
     assert not (tmp_path / "site" / "clusterenv").exists()

@@ -22,9 +22,9 @@ from clusterenv_runtime.extras.slurm import Allocation, SlurmLauncher
 from clusterenv_runtime.head import workers as supervision
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
 from clusterenv_runtime.launchers.local import VARIABLE
-from clusterenv_runtime.script.arguments import ScriptArgs
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 from clusterenv_runtime.worker.__main__ import parse
+from clusterenv_utils.arguments import ScriptArgs
 
 from .envs import CountingEnv
 from .machine import process_namespace

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from . import test_ppo_clusterenv as ppo
-from .scripts import ROOT, environment
+from .scripts import PPO, ROOT, TINY, environment
 
 pytestmark = pytest.mark.long
 
@@ -61,8 +60,15 @@ def test_temporary_files_and_modules_may_be_in_a_directory_of_any_name(odd, addr
 
 
 def test_the_workers_commands_spell_an_odd_directory_name_exactly(odd):
-    flags = [*ppo.TINY, "--launcher", "external", "--bind-address", "lo", "--dry-run"]
-    command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
+    flags = [
+        *TINY[PPO],
+        "--launcher",
+        "external",
+        "--bind-address",
+        "lo",
+        "--dry-run",
+    ]
+    command = [sys.executable, str(ROOT / PPO), *flags]
     variables = environment(PYTHONIOENCODING="utf-8:strict")
     result = subprocess.run(command, cwd=odd, env=variables, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")
@@ -71,8 +77,8 @@ def test_the_workers_commands_spell_an_odd_directory_name_exactly(odd):
 
 
 def test_a_run_whose_name_stdout_cannot_encode_still_writes_its_summary(tmp_path):
-    flags = [*ppo.TINY, "--run-name", "größe"]
-    command = [sys.executable, str(ROOT / ppo.SCRIPT), *flags]
+    flags = [*TINY[PPO], "--run-name", "größe"]
+    command = [sys.executable, str(ROOT / PPO), *flags]
     variables = environment(PYTHONIOENCODING="ascii")
     result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True)
     assert (result.returncode, result.stderr) == (0, b"")
@@ -83,7 +89,13 @@ def test_a_run_whose_name_stdout_cannot_encode_still_writes_its_summary(tmp_path
 
 def test_a_summary_is_written_before_its_results_are_printed(tmp_path):
     """A program that reads the results may look for the file at once."""
-    command = [sys.executable, str(ROOT / ppo.SCRIPT), *ppo.TINY, "--run-name", "x"]
+    command = [
+        sys.executable,
+        str(ROOT / PPO),
+        *TINY[PPO],
+        "--run-name",
+        "x",
+    ]
     options = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **options)
     found = [(line, (tmp_path / "runs/x/summary.json").exists()) for line in process.stdout]

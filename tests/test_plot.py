@@ -2,15 +2,14 @@
 
 import csv
 import os
-import sys
 import time
 
 import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from clusterenv_runtime.script import plot
-from clusterenv_runtime.script.logged import LoggedRun
+from clusterenv_utils import ScriptError
+from tools import plot
 
 BEGIN = time.time() + 1000  # the wall time at which all runs here begin
 OURS = {"exp_name": "ppo_clusterenv", "env_id": "CartPole-v1", "num_steps": 8, "seed": 1}
@@ -29,10 +28,9 @@ def log(
     writer.close()
 
 
-def compare(monkeypatch, *words):
+def compare(*runs, **flags):
     """Run the command. Return the rows of its CSV file."""
-    monkeypatch.setattr(sys, "argv", ["plot", *words, "--output", "one.png"])
-    plot.main()
+    plot.main(plot.Args(runs, **{"output": "one.png", **flags}))
     assert os.path.getsize("one.png") > 10_000
     with open("one.csv", newline="") as file:
         return list(csv.DictReader(file))
@@ -44,14 +42,14 @@ def runs(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
-def test_the_numbers_equal_those_computed_by_hand(runs, monkeypatch, capsys):
+def test_the_numbers_equal_those_computed_by_hand(runs, capsys):
     heights = [1, 2, 30, 4, 5]  # the middle three are 2, 4 and 5
     for seed, height in enumerate(heights):
         flags = OURS | {"seed": seed, "run_name": seed, "num_steps": 16}
         log(runs / f"a{seed}", [height, 2 * height, 4 * height], flags)
     for seed in range(3):
         log(runs / f"b{seed}", [seed, 10 * seed, 100], OURS | {"seed": seed})
-    rows = compare(monkeypatch, *(f"runs/{name}" for name in sorted(os.listdir(runs))))
+    rows = compare(*(f"runs/{name}" for name in sorted(os.listdir(runs))))
     assert [row["axis"] for row in rows] == ["steps"] * 6 + ["seconds"] * 6
     for axis, places in (("steps", (10, 20, 30)), ("seconds", (2, 4, 6))):
         of_a = [row for row in rows if (row["axis"], row["setting"]) == (axis, "num_steps=16")]
@@ -74,41 +72,52 @@ def test_the_numbers_equal_those_computed_by_hand(runs, monkeypatch, capsys):
     assert b == ["num_steps=8", "3", "30", "6", "100", "37"]
 
 
-def test_runs_of_three_libraries_appear_side_by_side(runs, monkeypatch, capsys):
+def test_runs_of_three_libraries_appear_side_by_side(runs, capsys):
     log(runs / "ours", [1, 2, 3])
     cleanrl = {"exp_name": "ppo", "env_id": "CartPole-v1", "seed": 1, "num_minibatches": 4}
     for seed in 1, 2:
-        log(runs / f"cleanrl{seed}", [4, 5, 6], cleanrl | {"seed": seed, "upload_model": seed})
+        log(runs / f"cleanrl{seed}", [4, 5, 6], cleanrl | {"seed": seed})
         log(runs / f"PPO_{seed}", [7, 8, 9], flags=None, tag="rollout/ep_rew_mean")
-    rows = compare(monkeypatch, *(f"runs/{name}" for name in sorted(os.listdir(runs))))
+    rows = compare(*(f"runs/{name}" for name in sorted(os.listdir(runs))))
     ends = {row["setting"]: (row["runs"], row["iqm"]) for row in rows if row["axis"] == "steps"}
     assert ends == {
-        "PPO": ("2", "9.0"), "exp_name=ppo": ("2", "6.0"), "exp_name=ppo_clusterenv": ("1", "3.0"),
+        "run=PPO": ("2", "9.0"), "exp_name=ppo, num_minibatches=4": ("2", "6.0"),
+        "exp_name=ppo_clusterenv, num_steps=8": ("1", "3.0"),
     }  # fmt: skip
     log(runs / "begun", [])
     runs = "runs/ours", "runs/begun", "runs/PPO_1"
-    compare(monkeypatch, *runs, "--metric", "rollout/ep_rew_mean")
-    says = "warning: left out because they have no rollout/ep_rew_mean so far: ours, begun\n"
-    assert capsys.readouterr().err == says
+    compare(*runs, metric="rollout/ep_rew_mean")
+    says = [f"warning: left out: {name} has no rollout/ep_rew_mean" for name in ("ours", "begun")]
+    assert capsys.readouterr().err.splitlines() == says
 
 
-def test_settings_with_the_same_values_are_kept_apart_if_one_has_more_flags(runs, monkeypatch):
+def test_a_flag_that_only_one_setting_has_is_in_its_label(runs):
     log(runs / "x", [1])
     log(runs / "y", [2], OURS | {"mine": 1})
-    rows = compare(monkeypatch, "runs/x", "runs/y")
-    ours = "ppo_clusterenv on CartPole-v1"
-    assert {row["setting"]: row["iqm"] for row in rows} == {ours: "1.0", f"{ours} (y)": "2.0"}
+    rows = compare("runs/x", "runs/y")
+    assert {row["setting"]: row["iqm"] for row in rows} == {
+        "ppo_clusterenv": "1.0",
+        "mine=1": "2.0",
+    }
 
 
-def test_an_unfinished_run_is_drawn_up_to_its_last_complete_value(runs, monkeypatch):
+def test_runs_on_several_environments_are_refused(runs):
+    log(runs / "x", [1])
+    log(runs / "y", [2], OURS | {"env_id": "Acrobot-v1"})
+    says = "^draw each environment alone: Acrobot-v1, CartPole-v1$"
+    with pytest.raises(ScriptError, match=says):
+        compare("runs/x", "runs/y")
+
+
+def test_a_settings_curve_ends_where_the_first_of_its_runs_does(runs):
     for seed in range(3):
         log(runs / f"{seed}", [seed] * 4, OURS | {"seed": seed})
     log(runs / "3", [9, 9, 9], OURS | {"seed": 3})
     (file,) = (runs / "3").iterdir()
     file.write_bytes(file.read_bytes()[:-20])  # its third value is half written
-    rows = compare(monkeypatch, *(f"runs/{seed}" for seed in range(4)))
-    found = [(row["runs"], row["iqm"], row["high"]) for row in rows if row["axis"] == "steps"]
-    assert found == [("4", "1.5", "9.0")] * 2 + [("3", "1.0", "nan")] * 2
+    rows = compare(*(f"runs/{seed}" for seed in range(4)))
+    found = [(row["iqm"], row["high"]) for row in rows if row["axis"] == "steps"]
+    assert found == [("1.5", "9.0")] * 2 + [("nan", "nan")] * 2
 
 
 def test_a_resumed_run_has_no_step_twice_and_no_time_between_its_parts(runs):
@@ -118,45 +127,35 @@ def test_a_resumed_run_has_no_step_twice_and_no_time_between_its_parts(runs):
         log(runs / "x", [], begin=begin, purge=21)
         time.sleep(1.1)
     log(runs / "x", [7, 8], OURS | {"num_steps": 9}, begin=BEGIN + 5000, first=30)
-    run = LoggedRun(str(runs / "x"))
-    steps, seconds, values = run.scalars("charts/episodic_return")
+    run = plot.LoggedRun(str(runs / "x"))
+    steps, seconds, values = run.scalars("charts/episodic_return").values()
     assert steps.tolist() == [10, 20, 30, 40] and values.tolist() == [1, 2, 7, 8]
-    assert seconds == pytest.approx([2, 4, 6, 8], abs=0.01) and run.last_step == 40
+    assert seconds == pytest.approx([2, 4, 6, 8], abs=0.01) and run.last["steps"] == 40
     assert run.flags["num_steps"] == "9"
 
 
-def test_smoothed_points_are_means_of_the_points_before(runs, monkeypatch):
+def test_smoothed_points_are_means_of_the_points_before(runs):
     log(runs / "x", [0, 4, 8, 0])
-    rows = compare(monkeypatch, "runs/x", "--smooth", "2")
+    rows = compare("runs/x", smooth=2)
     assert [float(row["iqm"]) for row in rows if row["axis"] == "steps"] == [0, 2, 6, 4]
 
 
-def test_a_repeated_seed_prints_a_warning(runs, monkeypatch, capsys):
-    log(runs / "x", [1])
-    log(runs / "y", [1])
-    compare(monkeypatch, "runs/x", "runs/y", "runs/../runs/x")
-    says = "warning: ppo_clusterenv on CartPole-v1: several runs of seed 1; each counts\n"
-    assert capsys.readouterr().err == says
-
-
-def test_each_mistake_is_a_one_line_error(runs, monkeypatch):
+def test_each_mistake_is_a_one_line_error(runs):
     log(runs / "x", [1], tag="losses/value")
     (runs / "empty").mkdir()
-    for words, says in (
-        ([], "name the runs to compare"),
-        (["runs/y*"], r"there is no run runs/y\*; existing runs: empty, x$"),
-        (["runs/empty"], "runs/empty has no TensorBoard logs"),
-        (["runs/x"], "no run has charts/episodic_return or rollout/ep_rew_mean; there are: losses"),
-        (["runs/x", "--metric", "losses/valu"], "no run has losses/valu; there are: losses/value"),
-        (["runs/x", "--metric", "losses/value", "--smooth", "0"], "smooth is 0"),
+    for words, flags, says in (
+        ([], {}, "name the runs to compare"),
+        (["runs/y"], {}, "there is no run .*runs/y$"),
+        (["runs/empty"], {}, ".*runs/empty has no TensorBoard logs"),
+        (["runs/x"], {}, "no run has charts/episodic_return or rollout/ep_rew_mean, but losses/"),
+        (["runs/x"], {"metric": "losses/valu"}, "no run has losses/valu, but losses/value"),
+        (["runs/x"], {"output": "image"}, "--output must end as in comparison.png"),
+        (["runs/x"], {"metric": "losses/value", "output": "nowhere/one.png"}, "cannot write nowh"),
+        (
+            ["runs/x"],
+            {"metric": "losses/value", "output": "one.foo"},
+            "cannot write one.foo: .*foo",
+        ),
     ):
-        with pytest.raises(SystemExit, match=f"^error: {says}"):
-            compare(monkeypatch, *words)
-    for output, says in ("nowhere/one.png", "No such file or directory"), ("one.foo", "foo"):
-        words = ["plot", "runs/x", "--metric", "losses/value", "--output", output]
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit, match=f"^error: cannot write {output}: .*{says}"):
-            plot.main()
-    monkeypatch.setattr(sys, "argv", ["plot", "runs/x", "--output", "image"])
-    with pytest.raises(SystemExit, match="^error: --output must be a file's name with an ending"):
-        plot.main()
+        with pytest.raises(ScriptError, match=f"^{says}"):
+            compare(*words, **flags)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.script import Run, ScriptArgs
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils import Run, ScriptArgs, ScriptError
+from clusterenv_utils.checkpoint import load_checkpoint
 
 from . import scripts
 from .envs import CountingEnv
@@ -41,7 +41,7 @@ def train(args, eval_returns=(), last=None, evaluate=lambda: None, **more):
             run.add_episodes(rollout)
             run.global_step += 8
             run.report(rollout, versions=iteration)
-            run.logs.add_group("losses", {"a": torch.tensor(2.0), "b": 3.0}, run.global_step)
+            run.log("losses", {"a": torch.tensor(2.0), "b": 3.0})
             if iteration == last:
                 break
         evaluate()
@@ -54,7 +54,7 @@ def test_a_run_without_an_iteration_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run(Args())
     run.begin()
-    with pytest.raises(SystemExit, match="--total-timesteps must be at least 20, one iteration's"):
+    with pytest.raises(ScriptError, match="--total-timesteps is less than the 20 steps of one"):
         next(run.iterations(16 // 20, 20))
 
 
@@ -102,3 +102,12 @@ def test_losses_are_logged_as_numbers_or_as_tensors(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(Args())
     assert [scripts.scalars("runs/x", f"losses/{name}")[-1] for name in "ab"] == [2.0, 3.0]
+
+
+def test_each_workers_speed_waiting_and_lag_are_logged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(Args())
+    for index in range(2):
+        assert scripts.scalars("runs/x", f"workers/SPS_{index}")[0] > 0
+        assert 0 <= scripts.scalars("runs/x", f"workers/waiting_{index}")[0] <= 1
+        assert scripts.scalars("runs/x", f"workers/policy_lag_{index}") == [0]

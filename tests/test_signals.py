@@ -1,15 +1,17 @@
 """Signals to a run in this process: the run saves and ends."""
 
+import errno
 import signal
 
 import numpy as np
 import pytest
 
 import dqn_clusterenv
-from clusterenv_runtime import CheckpointError, EnvError, Interrupted
-from clusterenv_runtime.script import Run
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.signals import TOLD, Signals
+from clusterenv_runtime import EnvError, Interrupted
+from clusterenv_utils import Run
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.errors import CheckpointError, ScriptError
+from clusterenv_utils.signals import TOLD, Signals
 
 from .nets import linear
 
@@ -102,6 +104,20 @@ def test_a_signal_before_the_training_or_after_it_ends_the_process_where_it_is(
         signal.raise_signal(number)
         pytest.fail("it was not heeded")
     assert (exit.value.code, capsys.readouterr().err) == (code, "interrupted\n")
+
+
+def test_a_lost_learner_is_an_error_after_the_run_is_saved_and_a_full_disk_is_one_line(
+    signals, capsys
+):
+    saves = []
+    for error in Interrupted("learner 1 is lost"), OSError(errno.ENOSPC, "No space left on device"):
+        says = "^learner 1 is lost; to resume: runs/x$|^cannot write logs: No space left on device$"
+        with (
+            pytest.raises(ScriptError, match=says),
+            signals.saving(Envs(), lambda: saves.append(1), "runs/x"),
+        ):
+            raise error
+    assert saves == [1, 1] and capsys.readouterr().err == "saved; to resume: runs/x\n"
 
 
 def test_a_hangup_that_is_ignored_stays_so(signals):

@@ -17,11 +17,9 @@ from gymnasium import spaces
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout
 from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.sync import SyncRule
-from clusterenv_runtime.script import stream
-from clusterenv_runtime.script.stream import chunks
+from clusterenv_utils import Run
 
 from . import scripts
-from . import test_ppo_clusterenv as ppo
 from .envs import CountingEnv, RandomEnv, assert_same
 from .nets import MixedNet, change, linear
 from .patience import PATIENCE
@@ -159,14 +157,14 @@ def test_a_chunk_that_ends_the_run_does_not_count():
     run.add_episodes = add_episodes
     envs = Workers(3, "always", None, np.ones(3), 1)
     with pytest.raises(Interrupted):
-        next(chunks(run, envs, lambda steps: None))
+        next(Run.stream(run, envs, lambda steps: None))
     assert run.global_step == 0
 
 
 @pytest.mark.parametrize("outstanding", [1, 2, 3])
 def test_every_requested_chunk_is_taken_and_followed_by_a_new_request(outstanding):
     envs = Workers(3, "always", None, np.array([10.0, 10.0, 1.0]), 1)
-    ready = stream(a_run(3, 20, outstanding), envs)
+    ready = Run.chunks(a_run(3, 20, outstanding), envs)
     assert sum(map(len, envs.asked)) == 0  # no requests before the first chunk is wanted
     taken = []
     for number, version in enumerate(ready, 1):
@@ -182,7 +180,7 @@ def test_no_more_chunks_are_requested_than_a_run_still_needs(done, left):
     run = a_run(3, 3, outstanding=3)
     run.global_step = done
     envs = Workers(3, "always", None, np.ones(3), 1)
-    assert len(list(stream(run, envs))) == left
+    assert len(list(Run.chunks(run, envs))) == left
     assert not any(envs.asked) and not envs.done
 
 
@@ -190,7 +188,7 @@ def test_the_learner_waits_for_a_chunk_only_when_the_lag_bound_requires_it():
     envs = Workers(4, "always", 3, np.array([20.0, 20.0, 20.0, 1e-9]), 1)
     turns, recv = [], envs.recv
     envs.recv = lambda worker: (turns.append(worker), recv(worker))[1]
-    chunks = stream(a_run(4, 40, 1, 3), envs)
+    chunks = Run.chunks(a_run(4, 40, 1, 3), envs)
     while list(itertools.islice(chunks, 4)):
         envs.policy_version += 1
     # The slow worker's chunk comes in the fourth iteration after its request, as the last chunk of
@@ -206,7 +204,7 @@ def test_the_learner_waits_for_no_worker_if_all_are_equally_fast():
     in_turn, recv = itertools.cycle(range(4)), envs.recv
     envs.random = SimpleNamespace(choice=lambda busy, p: next(n for n in in_turn if n in busy))
     envs.recv = lambda worker: recv(pytest.fail("waits") if worker is not None else None)
-    chunks = stream(a_run(4, 40, 2, 5), envs)
+    chunks = Run.chunks(a_run(4, 40, 2, 5), envs)
     while list(itertools.islice(chunks, 4)):
         envs.policy_version += 1
 
@@ -216,7 +214,7 @@ def test_the_learner_waits_for_no_worker_if_all_are_equally_fast():
 def test_no_chunk_is_older_than_the_bound(outstanding, mode):
     for seed, bound in itertools.product(range(10), (0, 1, 5)):
         envs = Workers(4, mode, bound, np.array([1.0, 5.0, 20.0, 0.01]), seed)
-        chunks, lags = stream(a_run(4, 50, outstanding, bound), envs), []
+        chunks, lags = Run.chunks(a_run(4, 50, outstanding, bound), envs), []
         while batch := list(itertools.islice(chunks, 4)):
             lags.append(max(envs.policy_version - version for version in batch))
             envs.policy_version += 1
@@ -228,7 +226,7 @@ def test_turns_are_taken_one_by_one():
     envs = Workers(3, "always", 0, np.array([1.0, 1.0, 1e-3]), 1)
     order, recv = [], envs.recv
     envs.recv = lambda worker: (order.append(worker), recv(worker))[1]
-    for _ in stream(a_run(3, 3, 2, 0, deterministic=True), envs):
+    for _ in Run.chunks(a_run(3, 3, 2, 0, deterministic=True), envs):
         assert all(len(asked) <= 1 for asked in envs.asked)
     assert order == [0, 1, 2] * 3
 
@@ -239,7 +237,7 @@ def test_the_lag_of_real_workers_is_bounded():
         policy = CategoricalPolicy(linear(1, 2))
         envs.publish(policy)
         envs.reset(seed=1)
-        chunks, lags, rows = stream(a_run(2, 30, 2, 1), envs), [], []
+        chunks, lags, rows = Run.chunks(a_run(2, 30, 2, 1), envs), [], []
         for _ in range(30):
             change(policy, 0.1)
             envs.publish(policy)
@@ -252,9 +250,9 @@ def test_the_lag_of_real_workers_is_bounded():
 
 # The scripts.
 
-STREAM = [*ppo.TINY, "--stream"]
+STREAM = [*scripts.TINY[scripts.PPO], "--stream"]
 CONTINUOUS = "scripts/ppo_continuous_clusterenv.py"
-SCRIPTS = {ppo.SCRIPT: "CartPole-v1", CONTINUOUS: "Pendulum-v1"}
+SCRIPTS = {scripts.PPO: "CartPole-v1", CONTINUOUS: "Pendulum-v1"}
 
 
 @pytest.mark.parametrize("script", scripts.parameters(SCRIPTS, later={CONTINUOUS}))
@@ -276,7 +274,7 @@ def test_deterministic_runs_of_one_seed_are_the_same_and_one_version_behind(tmp_
 @pytest.mark.parametrize("workers", [1, 4])
 def test_steps_and_updates_are_exact(tmp_path, workers):
     flags = ["--num-workers", str(workers), "--num-envs", "4", "--outstanding", "3"]
-    folder, summary = scripts.train(ppo.SCRIPT, tmp_path, *STREAM, *flags)
+    folder, summary = scripts.train(scripts.PPO, tmp_path, *STREAM, *flags)
     assert summary["global_step"] == 320 and summary["updates"] == 5
     steps = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
     assert steps == [64, 128, 192, 256, 320]
@@ -285,7 +283,7 @@ def test_steps_and_updates_are_exact(tmp_path, workers):
 def test_nobody_waits_for_a_slow_worker(tmp_path):
     slow_id = scripts.write_slow_env(tmp_path, 160)
     flags = ["--env-id", slow_id, "--total-timesteps", "1280"]
-    folder, summary = scripts.train(ppo.SCRIPT, tmp_path, *STREAM, *flags)
+    folder, summary = scripts.train(scripts.PPO, tmp_path, *STREAM, *flags)
     assert summary["global_step"] == 1280 and summary["updates"] == 20
     # Ten chunks of the fast worker come first, which make five iterations.
     assert max(scalars(folder, "sync/policy_lag")) > 1
@@ -295,7 +293,7 @@ def test_nobody_waits_for_a_slow_worker(tmp_path):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_worker_that_is_killed_is_replaced_and_no_step_is_lost(tmp_path, killed):
     flags = [*STREAM, "--total-timesteps", "1280", "--run-name", "x"]
-    process, _ = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
+    process, _ = scripts.start_and_await_training(scripts.PPO, tmp_path, *flags)
     os.kill(scripts.workers_of(process.pid)[killed], signal.SIGKILL)
     log = tmp_path / "runs" / "x" / "workers" / f"worker-{killed}.log"
     (tmp_path / "go").touch()
@@ -308,29 +306,13 @@ def test_a_worker_that_is_killed_is_replaced_and_no_step_is_lost(tmp_path, kille
 
 def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
     flags = [*STREAM, "--total-timesteps", "1280"]
-    process, workers = scripts.start_and_await_training(ppo.SCRIPT, tmp_path, *flags)
+    process, workers = scripts.start_and_await_training(scripts.PPO, tmp_path, *flags)
     folder = tmp_path / scripts.check_interruption(process, workers)
     before = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
     (tmp_path / "go").touch()
     again = ["--env-id", scripts.LASTING_ID, "--resume", f"runs/{folder.name}"]
-    _, summary = scripts.train(ppo.SCRIPT, tmp_path, *again)
+    _, summary = scripts.train(scripts.PPO, tmp_path, *again)
     assert summary["global_step"] == 1280 and summary["updates"] == 20
     assert summary["args"]["stream"] and 0 < len(before) < 20
     steps = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
     assert steps == list(range(64, 1281, 64))
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            "--stream --num-envs 64 --num-workers 5",
-            "--num-envs 64 must be a multiple of --num-workers 5: all chunks have the same size",
-        ),
-        ("--stream --outstanding 0", "outstanding is 0: Expected `int` >= 1"),
-        ("--vtrace --no-decoupled", "--vtrace needs --decoupled, which gives the ratios"),
-    ],
-)
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bad_input_is_a_one_line_error(tmp_path, monkeypatch, script, flags, says):
-    scripts.check_refusal_here(monkeypatch, script, tmp_path, flags.split(), says)

@@ -1,4 +1,4 @@
-"""The structure of the package: which files may import which, and how large they may be."""
+"""The structure of both packages: which files may import which, and how large they may be."""
 
 import ast
 from pathlib import Path
@@ -25,16 +25,25 @@ LAYERS = [
     ["env"],
     ["__init__"],
     ["extras/"],
-    ["script/learners/learners"],
-    ["script/"],
+]
+UTILS = ROOT / "clusterenv_utils"
+ROOMS = [
+    ["errors"],
+    ["arguments"],
+    ["checkpoint"],
+    ["signals", "stream", "cuda_graph", "progress", "logs"],
+    ["replay", "dry_run", "evaluation", "trained"],
+    ["run"],
+    ["__init__"],
 ]
 APART = {"head": "worker", "worker": "head"}  # side by side: neither imports the other
 FEW = 11  # files at the package's root, at most
 
 
 def name_of(path):
-    """Return a file's path below the package, without its suffix; for a package, its folder's."""
-    return str(path.relative_to(PACKAGE)).removesuffix(".py").removesuffix("/__init__")
+    """Return a file's path below its package, without its suffix; for a package, its folder's."""
+    package = UTILS if UTILS in path.parents else PACKAGE
+    return str(path.relative_to(package)).removesuffix(".py").removesuffix("/__init__")
 
 
 def imported(path):
@@ -82,6 +91,16 @@ def test_imports_point_down(path):
         assert APART.get(name.split("/")[0]) != other.split("/")[0], f"{name} imports {other}"
         together = name.split("/")[0] == other.split("/")[0] or layer(name) == layer(other)
         assert layer(other) < layer(name) or together, f"{name} imports {other}"
+
+
+def test_the_rooms_of_the_harness_import_those_below_and_the_runtime_imports_none():
+    floors = {name: floor for floor, names in enumerate(ROOMS) for name in names}
+    paths = sorted(UTILS.glob("*.py"))
+    assert floors.keys() == {name_of(path) for path in paths}
+    for path in paths:
+        for other in imported(path):
+            assert floors[other] < floors[name_of(path)], f"{path.name} imports {other}"
+    assert not [path for path in FILES if UTILS.name in path.read_text()]
 
 
 def test_there_are_few_loose_files():

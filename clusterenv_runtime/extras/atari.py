@@ -11,12 +11,6 @@ with suppress(ModuleNotFoundError):  # Gymnasium then says what is missing
     import ale_py
 
     gym.register_envs(ale_py)
-# The arguments with which EnvPool does what the scripts' make_env does, and the wrappers in
-# make_env whose work EnvPool then does.
-ENVPOOL = {"episodic_life": True, "reward_clip": True}
-OF_ENVPOOL = (
-    "AtariPreprocessing", "EpisodicLife", "FireReset", "TransformReward", "FrameStackObservation",
-)  # fmt: skip
 
 
 class EpisodicLife(gym.Wrapper):

@@ -45,8 +45,6 @@ class Enough(BaseException):
 class Args:
     env_id: str = "ALE/Pong-v5"
     """the Atari game"""
-    env_backend: str = "gymnasium"
-    """gymnasium (ale-py), or envpool, whose games have other ids"""
     iterations: int = 6
     """measured iterations, after one that is not measured"""
     workers: int = 2
@@ -94,7 +92,6 @@ def head(args, num_envs, iterations, flags, pipe):
     ClusterEnv.rollout, PolicyStore._measure, Policy.kl = timed_rollout, timed_measure, noted_kl
     flags += [
         f"--env-id={args.env_id}",
-        f"--env-backend={args.env_backend}",
         f"--num-workers={args.workers}",
     ]
     sys.argv = [

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
-from clusterenv_runtime.script.estimates import interval, iqm
 from experiments.figures.claims import difference
+from tools.plot import interval, iqm
 
 from .scripts import ROOT, run, torchrun
 

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import tyro
 
 from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.script import Run
+from clusterenv_utils import Run
 
 
 @dataclass

@@ -64,22 +64,49 @@ def torchrun(number):
     return "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)
 
 
+def on_envpool(script, directory, threads):
+    """Write a copy of a script whose environments are EnvPool's, as docs/training.md says.
+
+    Return its path. ``threads`` is the number of EnvPool's threads in each worker.
+    """
+    text = script.read_text()
+    games = ", episodic_life=True, reward_clip=True" if "atari" in script.name else ""
+    made = f"EnvPoolVectorEnv(args.env_id, number, num_threads={threads}{games})"
+    import_line = "from clusterenv_runtime.extras.envpool import EnvPoolVectorEnv"
+    for line, new in (
+        ("from clusterenv_runtime import ", f"{import_line}\nfrom clusterenv_runtime import "),
+        ("ClusterEnv(env_fns, ", f"ClusterEnv(lambda number: {made}, num_envs=args.num_envs, "),
+    ):
+        if text.count(line) != 1:
+            raise ValueError(f"{script} has {line!r} {text.count(line)} times, not once")
+        text = text.replace(line, new)
+    path = Path(directory, script.name)
+    path.write_text(text)
+    return path
+
+
 def train(script, *flags, python=sys.executable, launcher=(), timeout=None, stop=None, **variables):
     """Run a training script. Return a function from a tag to its scalars, and the run's summary.
 
     The summary is None if the script writes none. The script is killed once ``stop`` returns True,
     which is called each second with the run's directory. If there is a ``launcher``, Python runs
-    it, and it runs the script; see `torchrun`.
+    it, and it runs the script; see `torchrun`. The flag ``--envpool=THREADS`` is of this function:
+    see `on_envpool`.
     """
     script = Path(script).resolve()
+    paths = import_path(script.parent.parent)
+    pools = [flag for flag in flags if flag.startswith("--envpool=")]
+    flags = [flag for flag in flags if flag not in pools]
     with tempfile.TemporaryDirectory() as directory:
+        if pools:
+            script = on_envpool(script, directory, pools[-1].removeprefix("--envpool="))
         # A CleanRL script may import cleanrl_utils, which is beside the script's folder.
         call(
             [str(python), *launcher, str(script), *flags],
             directory,
             timeout,
             stop and partial(stop, Path(directory)),
-            PYTHONPATH=import_path(script.parent.parent),
+            PYTHONPATH=paths,
             **variables,
         )
         (folder,) = Path(directory, "runs").iterdir()

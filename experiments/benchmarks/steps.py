@@ -25,7 +25,7 @@ from torch.distributions import Distribution
 
 import dqn_clusterenv as dqn
 import ppo_clusterenv as ppo
-from clusterenv_runtime.script import CudaGraph
+from clusterenv_utils import CudaGraph
 from scripts import dqn_atari_clusterenv as dqn_atari
 from scripts import ppo_atari_clusterenv as ppo_atari
 from scripts import ppo_continuous_clusterenv as ppo_continuous
@@ -61,16 +61,16 @@ class Args:
 class Learner:
     """A script's `update` and its arguments.
 
-    The arguments are the optimizer, fixed arguments, and the tensors of a minibatch.
+    The arguments are the optimizer, fixed arguments, and the tensors of a minibatch by name.
     """
 
     update: Callable[..., Any]
     optimizer: optim.Optimizer
     fixed: list[Any]  # arguments that stay the same, the network first
-    inputs: list[torch.Tensor]
+    inputs: dict[str, torch.Tensor]
 
-    def step(self, *inputs: torch.Tensor) -> Any:
-        return self.update(self.optimizer, *self.fixed, *inputs)
+    def step(self, inputs: dict[str, torch.Tensor]) -> Any:
+        return self.update(self.optimizer, *self.fixed, inputs)
 
     def graph(self) -> CudaGraph:
         return CudaGraph(self.update, self.optimizer, *self.fixed)
@@ -82,6 +82,7 @@ def envs_of(shape: tuple[int, ...], actions: gym.Space) -> SimpleNamespace:
 
 
 BUTTONS = gym.spaces.Discrete(4)
+OF_PPO = "logprobs", "advantages", "returns", "values", "weights"
 VECTORS, PIXELS = envs_of((8,), BUTTONS), envs_of((4, 84, 84), BUTTONS)
 ROBOT = envs_of((17,), gym.spaces.Box(-1, 1, (6,), np.float32))
 
@@ -113,7 +114,7 @@ def make(name: str, device: str, compiled: bool = False) -> Learner:
             torch.compile(part, dynamic=False, options=options) if isfunction(part) else part
             for part in learner.fixed
         ]
-    learner.inputs = [value.to(device) for value in learner.inputs]
+    learner.inputs = {name: value.to(device) for name, value in learner.inputs.items()}
     return learner
 
 
@@ -123,7 +124,8 @@ def adam(network: nn.Module) -> optim.Optimizer:
 
 def make_ppo(script: ModuleType, agent: nn.Module, inputs: list[torch.Tensor]) -> Learner:
     inputs += [torch.randn(len(inputs[0])) for _ in range(5)]
-    return Learner(script.update, adam(agent), [agent, ARGS, script.ppo_loss], inputs)
+    named = dict(zip(("obs", "actions", *OF_PPO), inputs, strict=True))
+    return Learner(script.update, adam(agent), [agent, ARGS, script.ppo_loss], named)
 
 
 def make_lstm(num_steps: int = 64, num_envs: int = 8, hidden_size: int = 64) -> Learner:
@@ -134,19 +136,25 @@ def make_lstm(num_steps: int = 64, num_envs: int = 8, hidden_size: int = 64) -> 
         torch.randn(*shape, 2), torch.zeros(shape), torch.randint(2, shape),
         *(torch.randn(shape) for _ in range(5)),
     ]  # fmt: skip
-    return Learner(ppo_lstm.update, adam(agent), [agent, ARGS], inputs)
+    names = "hidden", "cell", "obs", "starts", "actions", *OF_PPO
+    named = dict(zip(names, inputs, strict=True))
+    return Learner(ppo_lstm.update, adam(agent), [agent, ARGS], named)
 
 
 def make_dqn(batch_size: int = 128) -> Learner:
     network = dqn.QNetwork(VECTORS)
     actions = torch.randint(4, (batch_size, 1))
-    inputs = [torch.randn(batch_size, 8), actions, torch.randn(batch_size)]
+    obs, td_target = torch.randn(batch_size, 8), torch.randn(batch_size)
+    inputs = {"obs": obs, "actions": actions, "td_target": td_target}
     return Learner(dqn.update, adam(network), [network], inputs)
 
 
 def make_dqn_atari(obs: torch.Tensor, actions: torch.Tensor) -> Learner:
     network, target_network = dqn_atari.QNetwork(PIXELS), dqn_atari.QNetwork(PIXELS)
-    inputs = [obs, actions, obs.flip(0), torch.randn(len(obs)), torch.zeros(len(obs))]
+    inputs = {
+        "obs": obs, "actions": actions, "next_obs": obs.flip(0), "rewards": torch.randn(len(obs)),
+        "dones": torch.zeros(len(obs)),
+    }  # fmt: skip
     fixed = [network, target_network, ARGS, dqn_atari.compute_td_target, dqn_atari.td_loss]
     return Learner(dqn_atari.update, adam(network), fixed, inputs)
 
@@ -155,10 +163,11 @@ def make_sac(device: str, batch_size: int = 256) -> Learner:
     """Make the learner of SAC's Q-networks."""
     qfs, targets = (nn.ModuleList([sac.SoftQNetwork(ROBOT) for _ in range(2)]) for _ in range(2))
     log_alpha, scale, bias = (torch.zeros(size, device=device) for size in ((), 6, 6))
-    inputs = [
-        torch.randn(batch_size, 17), torch.rand(batch_size, 6), torch.randn(batch_size, 17),
-        torch.randn(batch_size), torch.zeros(batch_size),
-    ]  # fmt: skip
+    inputs = {
+        "obs": torch.randn(batch_size, 17), "actions": torch.rand(batch_size, 6),
+        "next_obs": torch.randn(batch_size, 17), "rewards": torch.randn(batch_size),
+        "dones": torch.zeros(batch_size),
+    }  # fmt: skip
     fixed = [qfs, targets, sac.Actor(ROBOT), log_alpha, (scale + 1, bias), ARGS, sac.q_loss]
     return Learner(sac.update_q, adam(qfs), fixed, inputs)
 
@@ -176,9 +185,8 @@ def ways(args: Args, name: str) -> Any:
 
 def loss_of(outputs: Any) -> torch.Tensor:
     """Return the loss by which steps are compared: the loss of the values, or of DQN."""
-    if not isinstance(outputs, dict):
-        return outputs[0].clone()
-    return outputs["qf1_loss" if "qf1_loss" in outputs else "value_loss"].clone()
+    name = next(each for each in ("td_loss", "qf1_loss", "value_loss") if each in outputs)
+    return outputs[name].clone()
 
 
 def measure(args: Args, name: str) -> None:
@@ -187,12 +195,12 @@ def measure(args: Args, name: str) -> None:
     for way, inputs, step in ways(args, name):
         torch.manual_seed(2)
         start = time.perf_counter()
-        losses[way] = torch.stack([loss_of(step(*inputs)) for _ in range(FIRST)]).cpu()
+        losses[way] = torch.stack([loss_of(step(inputs)) for _ in range(FIRST)]).cpu()
         first, seconds = time.perf_counter() - start, []
         for _ in range(args.rounds):
             start = time.perf_counter()
             for _ in range(args.steps):
-                step(*inputs)
+                step(inputs)
             synchronize()
             seconds.append((time.perf_counter() - start) / args.steps)
         medians[way] = statistics.median(seconds)

@@ -99,7 +99,7 @@ def floor(env_id, iterations, timeout):
     return (iterations - 1) * work.BATCH_SIZE, seconds
 
 
-FAST, ENVPOOL = ("--overlap", "--compile"), ("--env-backend", "envpool")
+FAST, ENVPOOL = ("--overlap", "--compile"), ("--envpool=1",)
 # The learner has the other core.
 ONE_WORKER = (
     "--num-workers",
@@ -129,7 +129,7 @@ SYSTEMS = {  # {name: (label, function that measures it)}
     ),
     "clusterenv-envpool-threads": (
         "ClusterEnv on EnvPool, 1 worker, 2 threads, --overlap --compile",
-        clusterenv_with(*FAST, *ENVPOOL, *ONE_WORKER, "--env-threads", "2"),
+        clusterenv_with(*FAST, *ENVPOOL, *ONE_WORKER, "--envpool=2"),
     ),
     "single-sync": ("CleanRL-style loop, SyncVectorEnv", single_sync),
     "single-async": ("CleanRL-style loop, AsyncVectorEnv", single_async),

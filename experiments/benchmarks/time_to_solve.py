@@ -28,8 +28,8 @@ import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clusterenv_runtime.script.estimates import interval, iqm
 from experiments.figures.claims import difference
+from tools.plot import interval, iqm
 
 from .scripts import ROOT, train
 

@@ -33,8 +33,7 @@ SCRIPTS = {  # CleanRL's script: (our script, environment, CleanRL's flags, our 
     ),
     "ppo_continuous_action.py": ("scripts/ppo_continuous_clusterenv.py", "HalfCheetah-v5", [], []),
     "ppo_atari.py": ("scripts/ppo_atari_clusterenv.py", "BreakoutNoFrameskip-v4", [], []),
-    "ppo_atari_envpool.py": ("scripts/ppo_atari_clusterenv.py", "Breakout-v5", [], ["--env-backend",
-        "envpool"]),
+    "ppo_atari_envpool.py": ("scripts/ppo_atari_clusterenv.py", "Breakout-v5", [], ["--envpool=1"]),
 }  # fmt: skip
 
 

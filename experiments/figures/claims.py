@@ -3,7 +3,7 @@
 import csv
 import functools
 
-from clusterenv_runtime.script.estimates import interval, iqm
+from tools.plot import interval, iqm
 
 from .tasks import ALWAYS
 

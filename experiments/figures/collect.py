@@ -18,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from clusterenv_runtime.script.curve import on_grid
-from clusterenv_runtime.script.logged import LoggedRun
 from experiments.sweeps.process import result_of, write_table
 from experiments.sweeps.sweep import check, load
+from tools.plot import LoggedRun, on_grid
 
 POINTS = 50  # points per curve, evenly spaced in environment steps
 MEAN = {"return": "charts/episodic_return", "kl": "sync/kl", "lag": "sync/policy_lag"}
@@ -63,7 +62,7 @@ def curves(logs, total_steps):
         values = np.full(POINTS, np.nan)
         if tag in run.tags:
             scalars = run.scalars(tag)
-            values = on_grid(scalars.steps, scalars.values, grid, last=name in LAST)
+            values = on_grid(scalars["steps"], scalars["values"], grid, last=name in LAST)
         table[name] = ["" if np.isnan(value) else number(float(value)) for value in values]
     return table
 

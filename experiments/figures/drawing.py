@@ -6,8 +6,8 @@ from adjustText import adjust_text
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
-from clusterenv_runtime.script import plot
-from clusterenv_runtime.script.estimates import interval, iqm
+from tools import plot
+from tools.plot import interval, iqm
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, _, BLACK = plot.COLORS
 RETURN = "return of the last 100 episodes"  # an axis label

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from matplotlib.patheffects import withStroke
 
-from clusterenv_runtime.script.estimates import ENOUGH, interval, iqm
+from tools.plot import ENOUGH, interval, iqm
 
 from .claims import COLUMNS, claims, matched, write
 from .drawing import (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from clusterenv_runtime.script.estimates import ENOUGH, interval, iqm
+from tools.plot import ENOUGH, interval, iqm
 
 from .claims import difference
 from .drawing import BLUE, ORANGE, subplots

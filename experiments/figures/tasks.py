@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clusterenv_runtime.script.estimates import ENOUGH
+from tools.plot import ENOUGH
 
 from .collect import SETTINGS
 

@@ -109,11 +109,7 @@ class Study:
         if not self._trials(TrialState.COMPLETE):
             return done
         best = self._study.best_trial
-<<<<<<< HEAD
-        label = self._sweep.label(best.params)
-=======
         label = self._sweep.label(self._sweep.configuration(best.params))
->>>>>>> sweeps
         return f"{done}; best {self._sweep.metric.name} {best.value:.4g}: {label}"
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:

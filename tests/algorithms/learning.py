@@ -84,19 +84,19 @@ MISTAKES = {  # a piece of the script and its replacement, or flags
         "sac": "--learning-starts 1000000",
     },
     "flipped sign": {
-        "ppo": ("pg_loss = (weights", "pg_loss = -(weights"),
+        "ppo": ('pg_loss = (mb["weights"]', 'pg_loss = -(mb["weights"]'),
         "dqn": ("return rewards + gamma", "return -rewards + gamma"),
         "sac": ("return rewards + (1", "return -rewards + (1"),
     },
     "no bootstrap": {
         "ppo": ("nextvalues[dones] = final_values", "nextvalues[dones] = 0"),
-        "dqn": (
-            "rb.add(chunk)",
-            "chunk.terminations[:] |= chunk.truncations; rb.add(chunk)",
-        ),
-        "sac": (
-            "rb.add(chunk)",
-            "chunk.terminations[:] |= chunk.truncations; rb.add(chunk)",
+        **dict.fromkeys(
+            ("dqn", "sac"),
+            (
+                "in run.stream(envs, explore):\n",
+                "in run.stream(envs, explore):\n"
+                "            chunk.terminations[:] |= chunk.truncations\n",
+            ),
         ),
     },
 }

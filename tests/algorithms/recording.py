@@ -100,10 +100,10 @@ def evaluated(policy, rollout):
 
 
 def main(output, script, interrupt, *flags):
+    import clusterenv_utils as harness
     from clusterenv_runtime import ClusterEnv, Rollout
-    from clusterenv_runtime import script as harness
-    from clusterenv_runtime.script import Run
-    from clusterenv_runtime.script.curve import LearningCurve
+    from clusterenv_utils import Run
+    from clusterenv_utils.logs import LearningCurve
 
     recording, kept = Recording(), {}
     original = {

@@ -11,7 +11,8 @@ import torch
 
 from clusterenv_runtime.arrays import Frames
 from clusterenv_runtime.rollout import Rollout
-from clusterenv_runtime.script.normalize import Moments, Normalize, discount, scale_rewards
+from clusterenv_utils import FrameReplayBuffer
+from scripts.ppo_continuous_clusterenv import Moments, Normalize, discount, scale_rewards
 
 from .reference import advantages_by_definition
 from .toys import spaces_of
@@ -189,14 +190,13 @@ def loss_of(
     says = (new, entropy, value[:, None])
     is_recurrent = script.__name__ == "scripts.ppo_lstm_clusterenv"
     agent = SimpleNamespace(get_action_and_value=lambda *_: says if is_recurrent else (None, *says))
-    # A recurrent network also gets its states, and where episodes begin.
-    obs = (None, None, None, None) if is_recurrent else (None,)
-    old, advantages, *others = others
+    names = "logprobs", "advantages", "returns", "values", "weights"
+    mb = dict(zip(names, others, strict=True))
     if hasattr(script, "normalize") and args.get("norm_adv"):  # over all learners' samples
-        advantages = script.normalize(advantages)
-    loss, logged = script.ppo_loss(
-        agent, SimpleNamespace(**{**ARGS, **args}), *obs, None, old, advantages, *others
-    )
+        mb["advantages"] = script.normalize(mb["advantages"])
+    # A recurrent network also gets its states, and where episodes begin.
+    mb |= dict.fromkeys(("obs", "actions", "hidden", "cell", "starts"))
+    loss, logged = script.ppo_loss(agent, SimpleNamespace(**{**ARGS, **args}), mb)
     return loss, {name: value.item() for name, value in logged.items()}, (new, entropy, value)
 
 
@@ -425,7 +425,10 @@ def test_the_td_loss_is_the_mean_squared_error_of_the_actions_taken(dqn):
     network = torch.nn.Linear(1, 2, bias=False)
     network.weight.data = torch.tensor([[1.0], [3.0]])
     obs, actions = torch.tensor([[2.0], [1.0]]), torch.tensor([[0], [1]])
-    loss, old_val = dqn.td_loss(network, obs, actions, torch.tensor([5.0, 2.0]))
+    batch, target = {"obs": obs, "actions": actions}, torch.tensor([5.0, 2.0])
+    is_of_frames = dqn.__name__ == "scripts.dqn_atari_clusterenv"
+    given = (batch, target) if is_of_frames else ({**batch, "td_target": target},)
+    loss, old_val = dqn.td_loss(network, *given)
     assert old_val.tolist() == [2, 3] and loss.item() == (9 + 1) / 2
     loss.backward()
     assert network.weight.grad.tolist() == [[-6], [1]]  # 2 (Q - target) x / 2
@@ -486,7 +489,8 @@ def check_drawn(drawn, inserted, held):
     """Check that all of the last transitions are drawn, that no others are, and that each is
     consistent. Return the observations, the next observations, and the transitions' numbers.
     """
-    obs, actions, next_obs, rewards, dones = (column.double().numpy() for column in drawn)
+    names = "obs", "actions", "next_obs", "rewards", "dones"
+    obs, actions, next_obs, rewards, dones = (drawn[name].double().numpy() for name in names)
     numbers = rewards.astype(int)
     assert set(numbers) == set(range(inserted - held, inserted))
     np.testing.assert_array_equal(actions.reshape(len(numbers)), numbers % 5)
@@ -497,18 +501,16 @@ def check_drawn(drawn, inserted, held):
 @pytest.mark.parametrize("size", [24, 25, 30, 31])
 def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
     script = importlib.import_module("dqn_clusterenv")
-    buffer = script.ReplayBuffer(
-        size, gym.spaces.Box(-np.inf, np.inf, (1,), np.float32), gym.spaces.Discrete(2)
-    )
+    buffer = script.ReplayBuffer(size)
     torch.manual_seed(1)
     for number in range(12):
-        buffer.add(chunk_of(8 * number, 4, 2, (1,)))
+        buffer.add(script.make_transitions(chunk_of(8 * number, 4, 2, (1,))))
         inserted = 8 * (number + 1)
         held = min(inserted, size)
         assert buffer.inserted == inserted
         drawn = buffer.sample(100, held, torch.device("cpu"))  # by chance, all of them
         obs, next_obs, numbers = check_drawn(
-            [column.flatten(0, 1) for column in drawn], inserted, held
+            {name: column.flatten(0, 1) for name, column in drawn.items()}, inserted, held
         )
         saw = np.array(
             [
@@ -520,16 +522,15 @@ def test_the_buffer_holds_the_newest_transitions_whole_and_each_once(size):
         np.testing.assert_array_equal(next_obs, numbers + 0.5)
         counts = np.bincount(numbers - (inserted - held))
         assert counts.min() > 0.5 * 100 and counts.max() < 1.6 * 100  # each is equally likely
-    shapes = [tuple(column.shape) for column in buffer.sample(3, 7, torch.device("cpu"))]
+    shapes = [tuple(each.shape) for each in buffer.sample(3, 7, torch.device("cpu")).values()]
     assert shapes == [(3, 7, 1), (3, 7, 1), (3, 7, 1), (3, 7), (3, 7)]
 
 
 @pytest.mark.parametrize("size", [24, 25, 30, 31])
 def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
-    script = importlib.import_module("scripts.dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
     num_frames = 4 * 8 * 4 + 200  # room for the frames of more than four chunks
-    buffer = script.ReplayBuffer(size, num_frames, space)
+    buffer = FrameReplayBuffer(size, num_frames, space)
     torch.manual_seed(1)
     for number in range(12):
         # Numbers are small enough for a pixel, which cuts the half off: the observation after a
@@ -550,14 +551,13 @@ def test_the_buffer_of_frames_holds_the_newest_transitions_whole(size):
 
 
 def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
-    script = importlib.import_module("scripts.dqn_atari_clusterenv")
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
-    buffer = script.ReplayBuffer(1000, 150, space)  # room for the frames of three chunks
+    buffer = FrameReplayBuffer(1000, 150, space)  # room for the frames of three chunks
     torch.manual_seed(1)
     for number in range(12):
         buffer.add(in_frames(chunk_of(8 * number, 4, 2, (4, 1, 1))))
-        obs, _, _, rewards, _ = buffer.sample(1000, torch.device("cpu"))
-        numbers = rewards.numpy().astype(int)
+        drawn = buffer.sample(1000, torch.device("cpu"))
+        obs, numbers = drawn["obs"], drawn["rewards"].numpy().astype(int)
         oldest = min(numbers)
         assert 8 * (number + 1) - oldest in (8 * min(number + 1, 2), 8 * min(number + 1, 3))
         saw = [number if number % 8 < 2 or (number - 2) % 3 else number - 2 for number in numbers]
@@ -565,25 +565,25 @@ def test_a_chunk_whose_frames_have_been_written_over_is_drawn_no_more():
 
 
 @pytest.mark.parametrize(("size", "num_frames"), [(7, 90), (40, 50)])
-def test_a_buffer_takes_as_many_bytes_as_it_says(dqn, size, num_frames):
-    has_frames = dqn.__name__ == "scripts.dqn_atari_clusterenv"
-    space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8 if has_frames else np.float32)
-    of_what = (size, num_frames, space) if has_frames else (size, space, gym.spaces.Discrete(2))
-    tensors = [
-        value for value in vars(dqn.ReplayBuffer(*of_what)).values() if torch.is_tensor(value)
-    ]
-    assert dqn.ReplayBuffer.num_bytes(*of_what) == sum(tensor.nbytes for tensor in tensors)
+def test_a_buffer_of_frames_takes_as_many_bytes_as_it_says(size, num_frames):
+    space = gym.spaces.Box(0, 255, (4, 3, 2), np.uint8)
+    tensors = filter(torch.is_tensor, vars(FrameReplayBuffer(size, num_frames, space)).values())
+    needed = FrameReplayBuffer.num_bytes(size, num_frames, space)
+    assert needed == sum(tensor.nbytes for tensor in tensors)
 
 
-def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):
+@pytest.mark.parametrize("has_frames", [True, False])
+def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(has_frames):
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
-    is_of_frames = dqn.__name__ == "scripts.dqn_atari_clusterenv"
-    sizes, number = ((30, 200), (50,)) if is_of_frames else ((30,), (1, 50))
+    script = importlib.import_module("dqn_clusterenv")
     chunks = [chunk_of(8 * number, 4, 2, (4, 1, 1)) for number in range(6)]
-    chunks = [in_frames(chunk) for chunk in chunks] if is_of_frames else chunks
-    spaces = (space,) if is_of_frames else (space, gym.spaces.Discrete(2))
+    prepare = in_frames if has_frames else script.make_transitions
+    chunks = [prepare(chunk) for chunk in chunks]
     before, after, without = (
-        dqn.ReplayBuffer(*sizes, *spaces, keeps) for keeps in (True, True, False)
+        FrameReplayBuffer(30, 200, space, keeps)
+        if has_frames
+        else script.ReplayBuffer(30, in_checkpoints=keeps)
+        for keeps in (True, True, False)
     )
     for chunk in chunks[:5]:
         before.add(chunk)
@@ -594,6 +594,7 @@ def test_a_checkpoint_holds_the_buffer_or_nothing_of_it(dqn):
     for buffer in (before, after):
         buffer.add(chunks[5])
         torch.manual_seed(4)
+        number = (50,) if has_frames else (1, 50)
         drawn.append(buffer.sample(*number, torch.device("cpu")))
-    for one, other in zip(*drawn, strict=True):
-        assert torch.equal(one, other)
+    for name, values in drawn[0].items():
+        assert torch.equal(values, drawn[1][name])

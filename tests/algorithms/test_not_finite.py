@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Interrupted
-from clusterenv_runtime.script.checkpoint import load_checkpoint
-from clusterenv_runtime.script.checks import check_finite
+from clusterenv_utils.checkpoint import load_checkpoint
+from clusterenv_utils.errors import check_finite
 from tests import scripts
 
 ENDS = """
@@ -109,5 +109,5 @@ def test_the_environment_that_gave_an_observation_that_is_not_finite_is_named(na
     )  # fmt: skip
     check_finite(rollout)
     getattr(rollout, name)[..., -1, 0] = 1e39  # infinite as float32
-    with pytest.raises(Interrupted, match=r"environments \[15\] gave observations"):
-        check_finite(rollout, first_row=10)
+    with pytest.raises(Interrupted, match=r"environments \[5\] gave observations"):
+        check_finite(rollout)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint
 from tests import scripts
 
 from . import reference
@@ -56,8 +56,8 @@ INTERRUPT = 2  # the interrupted iteration, of four with 16 steps each
 STEP = 16 * INTERRUPT
 BY_THE_CLOCK = (
     "time/",
+    "workers/",
     "charts/SPS",
-    "throughput/produced_sps",
     "throughput/consumed_sps",
 )
 

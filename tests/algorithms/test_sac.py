@@ -16,7 +16,7 @@ from torch.distributions import AffineTransform, Independent, Normal, Transforme
 from torch.distributions.transforms import TanhTransform
 
 from clusterenv_runtime import SquashedGaussianPolicy
-from clusterenv_runtime.script.checkpoint import load_checkpoint
+from clusterenv_utils.checkpoint import load_checkpoint
 from tests import scripts
 
 from .recording import record
@@ -107,7 +107,10 @@ def parts(autotune=True):
     groups = [{"params": list(actor.parameters()), "lr": 0.1}]
     groups += [{"params": [log_alpha], "lr": 0.01}] * autotune
     args = SimpleNamespace(gamma=0.9, autotune=autotune)
-    batch = torch.randn(8, 3), torch.rand(8, 2), torch.randn(8, 3), torch.randn(8), torch.zeros(8)
+    batch = {
+        "obs": torch.randn(8, 3), "actions": torch.rand(8, 2), "next_obs": torch.randn(8, 3),
+        "rewards": torch.randn(8), "dones": torch.zeros(8),
+    }  # fmt: skip
     fixed = actor, log_alpha, (SCALE, BIAS), args
     return q_optimizer, torch.optim.SGD(groups), qfs, targets, fixed, batch
 
@@ -119,7 +122,7 @@ def weights(*modules):
 def test_an_update_of_the_q_networks_moves_them_down_their_own_errors_and_nothing_else():
     q_optimizer, _, qfs, targets, fixed, batch = parts()
     actor, log_alpha, bounds, args = fixed
-    obs, actions, next_obs, rewards, dones = batch
+    obs, actions, next_obs, rewards, dones = batch.values()
     others = weights(actor, *targets)
     state = torch.get_rng_state()
     next_actions, next_log_pi = sac.get_action(actor, next_obs, *bounds)
@@ -132,7 +135,7 @@ def test_an_update_of_the_q_networks_moves_them_down_their_own_errors_and_nothin
         pairs = zip(qf.parameters(), gradients, strict=True)
         expected += [(p - 0.1 * g).detach().reshape(-1) for p, g in pairs]
     torch.set_rng_state(state)
-    losses = sac.update_q(q_optimizer, qfs, targets, *fixed, sac.q_loss, *batch)
+    losses = sac.update_q(q_optimizer, qfs, targets, *fixed, sac.q_loss, batch)
     torch.testing.assert_close(weights(*qfs), torch.cat(expected))
     assert torch.equal(weights(actor, *targets), others) and log_alpha.item() == pytest.approx(-0.3)
     assert losses.keys() == {"qf1_values", "qf2_values", "qf1_loss", "qf2_loss"}
@@ -144,15 +147,17 @@ def test_an_update_of_the_actor_moves_it_and_alpha_and_nothing_else(autotune):
     actor, log_alpha, bounds, args = fixed
     others = weights(*qfs, *targets)
     state = torch.get_rng_state()
-    pi, log_pi = sac.get_action(actor, batch[0], *bounds)
-    loss = (log_alpha.exp().detach() * log_pi - torch.min(*(qf(batch[0], pi) for qf in qfs))).mean()
+    pi, log_pi = sac.get_action(actor, batch["obs"], *bounds)
+    loss = (
+        log_alpha.exp().detach() * log_pi - torch.min(*(qf(batch["obs"], pi) for qf in qfs))
+    ).mean()
     gradients = torch.autograd.grad(loss, actor.parameters())
     pairs = zip(actor.parameters(), gradients, strict=True)
     expected = torch.cat([(p - 0.1 * g).detach().reshape(-1) for p, g in pairs])
     # The target of the mean log probability is 2, because actions have two dimensions.
     change = 0.01 * np.exp(-0.3) * (log_pi.mean().item() - 2)
     torch.set_rng_state(state)
-    losses = sac.update_actor(optimizer, qfs, *fixed, sac.pi_loss, batch[0])
+    losses = sac.update_actor(optimizer, qfs, *fixed, sac.pi_loss, batch)
     torch.testing.assert_close(weights(actor), expected)
     assert torch.equal(weights(*qfs, *targets), others)
     assert log_alpha.item() == pytest.approx(-0.3 + autotune * change, rel=1e-4)
@@ -278,7 +283,7 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
 
     # The same gradient steps from the same state, in a separate loop.
     space = gym.spaces.Box(-1, 3, drawn.shape[1:])
-    obs_space = gym.spaces.Box(-1, 1, parts["rb"]["observations"].shape[1:])
+    obs_space = gym.spaces.Box(-1, 1, parts["rb"]["obs"].shape[1:])
     envs = SimpleNamespace(single_observation_space=obs_space, single_action_space=space)
     names = "qf1", "qf2", "qf1_target", "qf2_target", "actor"
     nets = {name: (sac.Actor if name == "actor" else sac.SoftQNetwork)(envs) for name in names}
@@ -294,18 +299,20 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
     q_adam = torch.optim.Adam([p for qf in qfs for p in qf.parameters()], lr=1e-3, fused=True)
     groups = [{"params": list(actor.parameters()), "lr": 3e-4}, {"params": [log_alpha], "lr": 1e-3}]
     adam = torch.optim.Adam(groups, fused=True)
-    rb, targets, number = sac.ReplayBuffer(60, obs_space, space), names[2:4], 0
+    rb, targets, number = sac.ReplayBuffer(60), names[2:4], 0
     acting = []
     for chunk, (first, call) in enumerate(zip((0, 0, 0, 0, 7, 14), recording.calls, strict=True)):
         call.rollout.actions = 2 * np.tanh(call.rollout.actions) + 1
-        rb.add(call.rollout)
+        rb.add(sac.make_transitions(call.rollout))
         torch.set_rng_state(call.torch_state)
-        for batch in zip(*rb.sample(7 if chunk > 2 else 0, 4, torch.device("cpu")), strict=True):
+        drawn = rb.sample(7 if chunk > 2 else 0, 4, torch.device("cpu"))
+        for values in zip(*drawn.values(), strict=True):
+            batch = dict(zip(drawn, values, strict=True))
             rest = actor, log_alpha, bounds, args
-            sac.update_q(q_adam, qfs, [nets[name] for name in targets], *rest, sac.q_loss, *batch)
+            sac.update_q(q_adam, qfs, [nets[name] for name in targets], *rest, sac.q_loss, batch)
             number += 1
             for _ in range(3 if number % 3 == 0 else 0):
-                sac.update_actor(adam, qfs, *rest, sac.pi_loss, batch[0])
+                sac.update_actor(adam, qfs, *rest, sac.pi_loss, batch)
             for fast, slow in zip(("qf1", "qf2"), targets, strict=True) if number % 2 == 0 else ():
                 pairs = zip(nets[slow].parameters(), nets[fast].parameters(), strict=True)
                 for slow_param, fast_param in pairs:
@@ -354,8 +361,3 @@ def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
     mean = params[:, :2]
     assert (acts - mean).std(0).tolist() == pytest.approx([0.1, 0.1], rel=0.1)
     assert all(SPACE.contains(action) for action in policy.to_env(3 * acts).detach().numpy())
-
-
-def test_publications_that_cost_too_much_are_refused(tmp_path):
-    result = scripts.run(SCRIPT, tmp_path, "--sync-check-frequency", "9")
-    scripts.check_refusal(result, "sync_check_frequency is 9: Expected `int` >= 10")

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ..test_ppo_clusterenv import TINY
+from ..scripts import PPO, TINY
 from .test_sweep_array import ROOT
 
 pytestmark = pytest.mark.long
 
 
 def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
-    for name in ("slurm", "clusterenv_runtime", "ppo_clusterenv.py"):
+    for name in ("slurm", "clusterenv_runtime", "clusterenv_utils", "tools", "ppo_clusterenv.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     figures = tmp_path / "experiments" / "figures"
     recipes, results = figures / "recipes", figures / "results" / "main"
@@ -27,7 +27,7 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
         (tmp_path / "experiments" / name).symlink_to(ROOT / "experiments" / name)
     for path in (ROOT / "experiments" / "figures").glob("*.py"):
         shutil.copy(path, figures)
-    command = ["${interpreter}", "${program}", *TINY, "--total-timesteps", "128", "${args}"]
+    command = ["${interpreter}", "${program}", *TINY[PPO], "--total-timesteps", "128", "${args}"]
     modes = {"kl": {"sync_mode": {"value": "kl"}}, "interval": {"sync_mode": {"value": "interval"}}}
     modes["interval"]["sync_interval"] = {"value": 1}
     for mode, parameters in modes.items():
