@@ -239,7 +239,7 @@ if __name__ == "__main__":
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TensorFloat-32
-    # Validation would wait for the GPU. The workers, which act, still validate.
+    # Validation would wait for the GPU.
     torch.distributions.Distribution.set_default_validate_args(False)
 
     # env setup

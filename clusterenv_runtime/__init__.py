@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from .arrays import Frames
 from .env import ClusterEnv
 from .errors import (
-    CheckpointError,
     ClusterEnvError,
     EnvError,
     Interrupted,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CategoricalPolicy",
-    "CheckpointError",
     "ClusterEnv",
     "ClusterEnvError",
     "EnvError",

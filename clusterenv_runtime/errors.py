@@ -31,21 +31,6 @@ class Interrupted(ClusterEnvError):
     """
 
 
-class CheckpointError(ClusterEnvError):
-    """A run, checkpoint or model is missing or unusable, or a checkpoint cannot be saved.
-
-    The error message says which.
-    """
-
-
-class RunLockedError(ClusterEnvError):
-    """Another process is training the run; the error message names it."""
-
-
-class LearnerLostError(ClusterEnvError):
-    """Another learner of the run has died, does not connect, or is silent."""
-
-
 class EnvError(ClusterEnvError):
     """An environment or a policy raised an exception on a worker.
 

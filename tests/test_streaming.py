@@ -394,16 +394,15 @@ def pid_of(envs, worker):
     return envs._pool.workers[worker].process.pid
 
 
-def test_an_error_of_set_attr_while_rollouts_are_outstanding_is_raised_by_a_later_call():
+def test_an_error_of_set_attr_while_rollouts_are_outstanding_is_raised():
     policy = CategoricalPolicy(linear(1, 2))
     with ClusterEnv([GradedEnv] * 4, 2, worker_timeout=PATIENCE) as envs:
         envs.reset(seed=1)
         envs.rollout(policy, 3, overlap=True)
-        envs.set_attr("grade", [0, 0, -1, 0])
         with pytest.raises(ValueError, match="^no grade: -1$") as caught:
-            for _ in range(2):
-                envs.rollout(policy, 3, overlap=True)
+            envs.set_attr("grade", [0, 0, -1, 0])
         assert "environment 2 on worker 1" in str(caught.value.__cause__)
+        envs.rollout(policy, 3)
         with pytest.raises(ValueError, match="length equal to the number"):
             envs.set_attr("grade", [1])
 
@@ -427,7 +426,7 @@ def test_a_busy_head_can_fall_behind_by_any_number_of_responses():
 
 def test_misuse():
     policy = CategoricalPolicy(linear(1, 2))
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
+    with ClusterEnv([partial(CountingEnv, length=100)] * 2, 2) as envs:
         with pytest.raises(ResetNeeded, match="Cannot call `send` before calling `reset`."):
             envs.send(5)
         with pytest.raises(
@@ -447,20 +446,29 @@ def test_misuse():
         for call in (
             partial(envs.step, [0, 0]),
             envs.reset,
-            partial(envs.call, "pid"),
             partial(envs.rollout, policy, 5),
         ):
             with pytest.raises(
                 AlreadyPendingCallError,
-                match="while waiting for a pending call to `send` to complete",
+                match="Calling `(step|reset|rollout)` while .* to `send` .*: `recv` all chunks first",
             ):
                 call()
+        assert envs.call("pid") == tuple(pid_of(envs, worker) for worker in (0, 1))
+        envs.call_async("pid")
+        with pytest.raises(AlreadyPendingCallError, match="call `call_wait` first"):
+            envs.send(5)
+        assert len(envs.call_wait()) == 2
         with pytest.raises(NoAsyncCallError):
             envs.recv(0)
         assert envs.recv(1)[0] == 1
         envs.rollout(policy, 5, overlap=True)
-        with pytest.raises(AlreadyPendingCallError, match="pending call to `rollout`"):
+        with pytest.raises(AlreadyPendingCallError, match="to `rollout` .*overlap=False"):
             envs.reset()
+        assert envs.get_attr("count") == (10, 15)  # after the rollout under way
+        envs.call_async("pid")
+        with pytest.raises(AlreadyPendingCallError, match="Calling `rollout` while .* to `call`"):
+            envs.rollout(policy, 5)
+        envs.call_wait()
         with pytest.raises(
             NoAsyncCallError, match="Calling `recv` without any prior call to `send`"
         ):

@@ -91,11 +91,6 @@ MUTATIONS = {
         "        del self.outstanding[seq]\n",
         "",
     ),
-    "responses that nobody waits for are kept": (
-        "head/pool.py",
-        "if request.is_awaited:",
-        "if True:",
-    ),
     "a pull for a request that was given up gets no weights": (
         "head/pool.py",
         "case messages.Pull() if self.store.weights:",

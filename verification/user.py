@@ -291,7 +291,7 @@ class User:
     def check_leftovers(self) -> None:
         """Check that the head has nothing left over, and has always known what the workers hold."""
         pool = self.envs._pool
-        left = [each.message for each in pool.outstanding.values() if each.is_awaited]
+        left = [each.message for each in pool.outstanding.values()]
         if self.ahead is None and (left or pool.answered):
             raise Wrong(f"nobody takes {left} and the answers {list(pool.answered)}")
         if pool.store.mismatches and not any(

@@ -396,8 +396,7 @@ class Pool(Recovery):
             process.is_cut_off = False
         request.response, request.process = response, process
         del self.outstanding[seq]
-        if request.is_awaited:
-            self.answered[seq] = request
+        self.answered[seq] = request
 
     def _take_built(self, worker: Worker, built: Any) -> None:
         """Take what a worker says about its environments. They must match the other workers'."""

@@ -39,7 +39,6 @@ class Request:
     response: Any = None  # the `Part`, or the value of the `Reply`
     process: Process | None = None  # the process that responded
     dropped: list[str] = field(default_factory=list)  # see `messages.Reply`
-    is_awaited: bool = True  # whether somebody will take the response
 
     @property
     def process_is_gone(self) -> bool:

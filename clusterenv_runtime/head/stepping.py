@@ -69,7 +69,7 @@ class SteppedEnv(VectorEnv):
     def reset_async(
         self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        self._assert_idle("reset_async")
+        self._assert_idle("reset")
         mask = (options or {}).pop("reset_mask", None)
         if mask is not None:
             _check_reset_mask(mask, self.num_envs)
@@ -112,7 +112,7 @@ class SteppedEnv(VectorEnv):
         return self.step_wait()
 
     def step_async(self, actions: Any) -> None:
-        self._assert_idle("step_async")
+        self._assert_idle("step")
         self._assert_none_waits_for_reset("step")
 
         def sequence(leaf: Any) -> Any:
@@ -138,7 +138,7 @@ class SteppedEnv(VectorEnv):
         return self.call_wait()
 
     def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        self._assert_idle("call_async")
+        self._assert_idle("call")
         request = Call(name, cloudpickle.dumps((args, kwargs)))
         self._ask("call", lambda _: request)
 
@@ -154,8 +154,8 @@ class SteppedEnv(VectorEnv):
         """Set attribute ``name`` of each environment, also of those that a replacement builds.
 
         ``values`` is one value for all environments, or a list or tuple of one value for each.
-        While rollouts are outstanding, workers set the value after them, before the first step of
-        the next request. A later call then raises a worker's error.
+        While rollouts are outstanding, this waits for them, as `call` does. The value is then set
+        before the first step of the next request.
         """
         self._assert_idle("set_attr")
         values = list(values) if isinstance(values, list | tuple) else [values] * self.num_envs
@@ -172,12 +172,7 @@ class SteppedEnv(VectorEnv):
         pool.attributes = {**others, name: pickles}  # in order of the names' last calls
         try:
             self._ask("call", lambda each: SetAttr(name, pickles[each.index]))
-            if self._granted:
-                self._pending = ""
-                for seq in self._seqs:
-                    pool.outstanding[seq].is_awaited = False
-            else:
-                self._responses("call", None)
+            self._responses("call", None)
         except BaseException:
             pool.attributes, self._pending = before, ""
             pool.forget(self._seqs)
@@ -300,12 +295,16 @@ class SteppedEnv(VectorEnv):
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
         pending = self._pending or "evaluate" * bool(self._evaluation)
+        todo = f"call `{pending}_wait` first"
         # Workers handle these requests in order, so they need not wait for each other.
-        if not pending and self._granted and method not in ("send", "evaluate", "set_attr"):
-            pending = "send" if self._overlapped is None else "rollout"
+        if not pending and self._granted and method not in ("send", "evaluate", "call", "set_attr"):
+            pending, todo = "send", "`recv` all chunks first"
+            if self._overlapped is not None:
+                pending, todo = "rollout", "ask for the rollout before with overlap=False"
         if pending:
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.",
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete: "
+                f"{todo}.",
                 pending,
             )
         self._pool.raise_errors()  # of an interrupted call
