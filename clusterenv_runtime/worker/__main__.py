@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import warnings
@@ -26,21 +27,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--index", required=True, type=int, help="which of the head's workers this is, from 0")
     add("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
     add("--head-timeout", type=float, default=30, help="seconds that the link may be silent")
-    add("--head-pid", type=int, help="the head's process ID, if it is the parent")
-    add("--head-directory", metavar="DIR", help="a directory to remove if that parent ends")
+    add("--head-pid", type=int, help="the head's process ID, on this machine")
+    add("--head-directory", metavar="DIR", help="a directory to remove if the head ends")
     add("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
     return parser.parse_args(arguments)
 
 
-def main(
-    arguments: list[str] | None = None, head_has_left: Callable[[], bool] | None = None
-) -> None:
-    """Run a worker until the head ends it or is gone.
-
-    Args:
-        arguments: the arguments to parse instead of the command line's.
-        head_has_left: returns whether the head's process has ended, if it runs on this machine; by
-            default derived from ``--head-pid``.
+def main(arguments: list[str] | None = None) -> None:
+    """Run a worker, with these arguments or the command line's, until the head ends it or is gone.
     """
     args = parse(arguments)
     _handle_signals()
@@ -53,7 +47,7 @@ def main(
     except StartupError as error:
         sys.exit(f"error: {error}")
     timeouts = args.startup_timeout, args.head_timeout
-    head_has_left = head_has_left or _watch_parent(args.head_pid)
+    head_has_left = watch(args.head_pid)
     connection = Connection(args.connect, keys, *timeouts, head_has_left, args.head_directory)
     worker = Worker(connection)
     try:
@@ -67,22 +61,17 @@ def main(
         gc.freeze()  # collecting torch's objects at exit would take most of a second
 
 
-def _watch_parent(head: int | None) -> Callable[[], bool] | None:
-    """Return a function that returns whether the head, this process's parent, has ended.
-
-    Return None if ``head`` is None, or is alive but not the parent.
-    """
-
-    def has_left() -> bool:
-        return os.getppid() not in (head, 0)  # 0 is a parent outside this PID namespace
-
+def watch(head: int | None) -> Callable[[], bool]:
+    """Return a function that returns whether the head's process is seen to have ended."""
     if head is None:
-        return None
-    if has_left():
-        with contextlib.suppress(OSError):
-            os.kill(head, 0)
-            return None  # the head lives: this process's parent is a --worker-prefix
-    return has_left
+        return lambda: False
+    try:
+        descriptor = os.pidfd_open(head)
+    except ProcessLookupError:
+        return lambda: os.getppid() > 0  # 0 is a parent outside this PID namespace, as the head is
+    except OSError:  # the system forbids it
+        return lambda: False
+    return lambda: bool(select.select([descriptor], [], [], 0)[0])
 
 
 def _end(*_: object) -> None:

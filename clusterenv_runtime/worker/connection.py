@@ -43,8 +43,7 @@ class Connection:
         keys: the run's keys, for tcp with CURVE; otherwise None.
         startup_timeout: seconds to try to reach the head.
         timeout: seconds that the link may be silent.
-        head_has_left: returns whether the head's process has ended; None if this process cannot
-            see it.
+        head_has_left: returns whether the head's process is seen to have ended.
         directory: a directory to remove once the head's process has ended.
     """
 
@@ -54,12 +53,11 @@ class Connection:
         keys: WorkerKeys | None,
         startup_timeout: float,
         timeout: float,
-        head_has_left: Callable[[], bool] | None,
+        head_has_left: Callable[[], bool],
         directory: str | None,
     ) -> None:
         self._startup_timeout = startup_timeout
-        self._sees_head = head_has_left is not None
-        self._head_has_left = head_has_left or (lambda: False)
+        self._head_has_left = head_has_left
         self._directory = directory
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -151,7 +149,7 @@ class Connection:
         with contextlib.suppress(zmq.ContextTerminated):  # `close` terminates the context
             logger.error("%s: exiting", self._wait_until_head_is_gone())
             # A process's links close a moment before the process has ended.
-            for _ in range(100 if self._sees_head else 0):
+            for _ in range(100):
                 if not self._head_has_left():
                     time.sleep(0.01)
             self._tidy_up()
