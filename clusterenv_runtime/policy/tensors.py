@@ -41,13 +41,13 @@ def numbers_of(policy: Policy) -> list[float]:
     Raises:
         ValueError: an attribute that `Policy.numbers` names is not a number.
     """
-    for name in policy.numbers:
-        if not isinstance(value := getattr(policy, name, None), Real):
+    found = {name: getattr(policy, name, None) for name in policy.numbers}
+    for name, value in found.items():
+        if not isinstance(value, Real):
             raise ValueError(
-                f"{name!r} is among the policy's numbers {policy.numbers!r}, but is not a number: "
-                f"{value!r}"
+                f"{name!r} is among the policy's numbers {policy.numbers!r}, but is {value!r}"
             )
-    return [float(getattr(policy, name)) for name in policy.numbers]
+    return [float(value) for value in found.values()]
 
 
 def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
@@ -99,10 +99,6 @@ def check_policy(policy: Any) -> None:
         )
     if not list(policy.parameters()):
         raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
-    if any(map(nn.parameter.is_lazy, _tensors(policy))):
-        raise ValueError(
-            "the policy has lazy modules that have not seen an input: call it once, then publish it"
-        )
 
 
 @contextlib.contextmanager
