@@ -12,7 +12,7 @@ import pickle
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
@@ -27,6 +27,7 @@ from .errors import one_line
 from .launchers import Launcher
 from .launchers.local import current_directory, import_path
 
+EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], gym.vector.VectorEnv]
 LARGE = 2**20  # bytes; an array of at least this size is held once for all workers
 
 

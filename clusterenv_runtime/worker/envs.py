@@ -25,8 +25,8 @@ from .rows import Row, find_wrapper, seed_globals
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
+    from ..setup import EnvFns
 
-EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv]
 # The end of an episode: its row, its last observation, and its return and length; no numbers if
 # these are the sums of what was seen, and None if another episode goes on inside.
 Ended = tuple[int, Any, tuple[float, int] | tuple[()] | None]
@@ -84,25 +84,25 @@ class WorkerEnvs:
 
         try:
             if callable(env_fns):
-                self._envs: VectorEnv = build(env_fns, rows[0], len(rows))
-                self._mode = _mode_of(self._envs, len(rows))
-                if type(self._envs) is SyncVectorEnv:  # as if the user had given a list
-                    pairs = zip(self._envs.envs, rows, strict=True)
-                    self._rows = self._envs.envs = [Row(*pair) for pair in pairs]
+                self.vector: VectorEnv = build(env_fns, rows[0], len(rows))
+                self._mode = _mode_of(self.vector, len(rows))
+                if type(self.vector) is SyncVectorEnv:  # as if the user had given a list
+                    pairs = zip(self.vector.envs, rows, strict=True)
+                    self._rows = self.vector.envs = [Row(*pair) for pair in pairs]
             else:
                 for make, number in zip(env_fns, rows, strict=True):
                     self._rows.append(Row(build(make, number), number))
                 builders = [lambda row=row: row for row in self._rows]
-                self._envs = SyncVectorEnv(builders, copy=False, autoreset_mode=autoreset_mode)
+                self.vector = SyncVectorEnv(builders, copy=False, autoreset_mode=autoreset_mode)
                 self._mode = autoreset_mode
-            self._space = self._envs.single_observation_space
+            self._space = self.vector.single_observation_space
             self._stacks = _stacks(self._space, frame_stack)
         except BaseException:
             self.close()
             raise
         # The info key under which a vector environment reports the episodes that count.
-        own = find_wrapper(self._envs, RecordVectorStatistics)
-        keeps = getattr(self._envs.unwrapped, "keeps_episodes", False)
+        own = find_wrapper(self.vector, RecordVectorStatistics)
+        keeps = getattr(self.vector.unwrapped, "keeps_episodes", False)
         self._statistics_key = own._stats_key if own else "episode" if keeps else None
         self._observations: Any = None  # after the last reset or step
         self._room = create_empty_array(self._space, self.num_envs)  # for those of a rollout
@@ -115,7 +115,7 @@ class WorkerEnvs:
 
     def describe(self) -> dict[str, Any]:
         """Return what the head must know about these environments."""
-        envs = self._envs
+        envs = self.vector
         return {
             "observation_space": envs.single_observation_space,
             "action_space": envs.single_action_space,
@@ -143,9 +143,9 @@ class WorkerEnvs:
         if seed and not self._rows:
             seed_globals(seed[0] or 0, self._numbers[0])
             # Other vector environments take only the seed of their first environment.
-            if not isinstance(self._envs.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-                seed = seed if getattr(self._envs.unwrapped, "takes_seeds", False) else seed[0]
-        observations, infos = self._envs.reset(seed=seed, options=options)
+            if not isinstance(self.vector.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+                seed = seed if getattr(self.vector.unwrapped, "takes_seeds", False) else seed[0]
+        observations, infos = self.vector.reset(seed=seed, options=options)
         if mask is not None and self._rows:
             # The vector environment has not seen the steps of the last rollout.
             observations = _merge(self._space, mask, observations, self._observations)
@@ -158,12 +158,11 @@ class WorkerEnvs:
         """Step each environment. Return observations, rewards, terminations, truncations, infos."""
         if self._must_reset:
             raise RuntimeError(
-                "this worker's process was replaced, and environments that one function makes "
-                "begin anew then: `reset` them"
+                "this worker was replaced, and a vector environment then begins anew: `reset` it"
             )
         # In these rows, the step is a reset.
         is_reset = self._ended & (self._mode == AutoresetMode.NEXT_STEP)
-        self._observations, rewards, terminations, truncations, infos = self._envs.step(actions)
+        self._observations, rewards, terminations, truncations, infos = self.vector.step(actions)
         ended = terminations | truncations
         self._returns += rewards
         self._lengths += ~is_reset
@@ -177,17 +176,11 @@ class WorkerEnvs:
             self._lost = seen, ended
         elif not self._has_acted:  # otherwise the user has yet to see that rollout
             self._must_reset, self._ended = not self._rows, ended.copy()
-            space, seen = self._envs.observation_space, deepcopy(seen)
+            space, seen = self.vector.observation_space, deepcopy(seen)
             begun = iterate(space, deepcopy(self._observations))
             shown = zip(iterate(space, seen), ended.tolist(), strict=True)
             for row, first, row._seen in zip(self._rows, begun, shown, strict=False):
                 row._begun, self._observations = row._begun or (first, row._info), seen
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return self._envs.call(name, *args, **kwargs)
-
-    def set_attr(self, name: str, values: list[Any]) -> None:
-        self._envs.set_attr(name, values)
 
     def collect(self, actor: Actor, request: Collect) -> Part:
         """Act and step as asked for. Reset environments in the step that ends an episode."""
@@ -212,7 +205,7 @@ class WorkerEnvs:
         for step in range(num_steps):
             actions = actor.act(self._write(observations, step), starts)
             results = rewards[step], terminations[step], truncations[step]
-            ends = advance(actions, *results, partial(infos.add, step))
+            ends = advance(actions, results, partial(infos.add, step))
             starts = terminations[step] | truncations[step]
             self._returns += rewards[step]
             self._lengths += 1
@@ -246,17 +239,17 @@ class WorkerEnvs:
     def _step_rows(
         self,
         actions: Any,
-        rewards: np.ndarray,
-        terminations: np.ndarray,
-        truncations: np.ndarray,
+        results: Sequence[np.ndarray],
         add_info: Callable[..., None],
     ) -> list[Ended]:
         """Step each row, and reset it if its episode ends. Return the ends of episodes.
 
-        `SyncVectorEnv.step` would do the same, but takes several microseconds for each row.
+        Write rewards, terminations and truncations to ``results``. `SyncVectorEnv.step` would do
+        the same, but takes several microseconds for each row.
         """
+        rewards, terminations, truncations = results
         ends, observations = [], []
-        pairs = zip(self._rows, iterate(self._envs.action_space, actions), strict=True)
+        pairs = zip(self._rows, iterate(self.vector.action_space, actions), strict=True)
         for i, (row, action) in enumerate(pairs):
             observation, rewards[i], terminated, truncated, info = row.step(action)
             for key in self._info_keys:
@@ -273,13 +266,12 @@ class WorkerEnvs:
     def _step_vector(
         self,
         actions: Any,
-        rewards: np.ndarray,
-        terminations: np.ndarray,
-        truncations: np.ndarray,
+        results: Sequence[np.ndarray],
         add_info: Callable[..., None],
     ) -> list[Ended]:
         """Step the user's vector environment, like `_step_rows`."""
-        self._observations, rewards[:], terminations[:], truncations[:], infos = self._envs.step(
+        rewards, terminations, truncations = results
+        self._observations, rewards[:], terminations[:], truncations[:], infos = self.vector.step(
             actions
         )
         ended = terminations | truncations
@@ -295,9 +287,9 @@ class WorkerEnvs:
             return []
         batch = infos["final_obs"] if has_reset else self._observations
         if not (isinstance(batch, np.ndarray) and batch.dtype == object):
-            batch = list(iterate(self._envs.observation_space, deepcopy(batch)))
+            batch = list(iterate(self.vector.observation_space, deepcopy(batch)))
         if not has_reset:
-            self._observations, _ = self._envs.reset(options={"reset_mask": ended})
+            self._observations, _ = self.vector.reset(options={"reset_mask": ended})
         key = self._statistics_key
         own = infos.get(key, of_ends.get(key))
         ends: list[Ended] = []
@@ -336,8 +328,8 @@ class WorkerEnvs:
         with contextlib.ExitStack() as stack:
             for row in self._rows:
                 stack.callback(row.close)
-            if not self._rows and hasattr(self, "_envs"):
-                self._envs.close()
+            if not self._rows and hasattr(self, "vector"):
+                self.vector.close()
 
 
 class Infos:
@@ -394,10 +386,9 @@ def _mode_of(envs: VectorEnv, num_envs: int) -> AutoresetMode:
     if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
         stated = "states no autoreset mode" if mode is None else "has the autoreset mode 'NextStep'"
         raise ValueError(
-            f"{name} {stated}, but ClusterEnv needs 'SameStep' or 'Disabled' where one function "
-            "makes all environments: make it with autoreset_mode='SameStep' (a SyncVectorEnv with "
-            "gym.make_vec(..., vector_kwargs={'autoreset_mode': 'SameStep'})), or give ClusterEnv "
-            "a list of functions that make one environment each"
+            f"{name} {stated}: make it with autoreset_mode='SameStep' or 'Disabled' (gym.make_vec "
+            "with vector_kwargs={'autoreset_mode': 'SameStep'}), or give ClusterEnv a list of "
+            "functions that make one environment each"
         )
     return AutoresetMode(mode)
 
@@ -413,7 +404,7 @@ def _stacks(space: gym.Space, frame_stack: int | None) -> Any:
     if frame_stack is not None and not any(leaves(stacks)):
         raise ValueError(
             f"frame_stack is {frame_stack}, but no observation is a stack of {frame_stack} arrays: "
-            f"{space}; Gymnasium's wrapper FrameStackObservation makes stacks"
+            f"{space} (FrameStackObservation makes stacks)"
         )
     return stacks
 

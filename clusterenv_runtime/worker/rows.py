@@ -9,8 +9,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Dict, Graph, Text, Tuple
-from gymnasium.spaces import Sequence as SequenceSpace
 from gymnasium.vector import VectorWrapper
 from gymnasium.wrappers import RecordEpisodeStatistics
 
@@ -18,7 +16,6 @@ from ..errors import EnvRaised
 from .connection import End
 
 NUMBERS = {float, int, bool, np.float64, np.float32}
-WITHOUT_SHAPE = Dict, Tuple, Graph, SequenceSpace, Text
 
 
 class Row:
@@ -30,8 +27,7 @@ class Row:
     def __init__(self, env: Any, number: int) -> None:
         self._env = env
         self._number = number
-        space = env.observation_space
-        self._shape = None if isinstance(space, WITHOUT_SHAPE) else space.shape
+        self._shape = env.observation_space.shape  # None for Dict, Text and others
         self._statistics = find_wrapper(env, RecordEpisodeStatistics)
         self._before = 0, 0.0  # the state of the statistics before the step
         self._info: dict[str, Any] = {}  # of the last reset
