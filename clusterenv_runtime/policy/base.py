@@ -30,15 +30,16 @@ class Policy(nn.Module):
 
     A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and overrides the other
     methods where it needs to.
+
+    Attributes:
+        numbers: the names of float attributes that may change at any time. Their values travel with
+            each request and need no pull.
+        float_observations: whether all observations arrive as float32. Otherwise floats do, and
+            others keep their dtype.
     """
 
     numbers: Sequence[str] = ()
-    """The names of float attributes that may change at any time. Their values travel with each
-    request and need no pull.
-    """
     float_observations = False
-    """Whether all observations arrive as float32. Otherwise floats do, and others keep their dtype.
-    """
 
     def forward(self, observations: Any) -> Any:
         """Map observations ``(batch, ...)`` to distribution parameters ``(batch, ...)``.
