@@ -24,7 +24,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from ..arrays import filled, map_tree
+from ..arrays import map_tree
 from ..errors import one_line
 from ..policy.base import Policy
 from ..policy.tensors import to_tensors
@@ -94,7 +94,8 @@ class Acting(nn.Module):
         return inputs
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        inputs = filled(self._like, list(tensors))
+        rest = iter(tensors)
+        inputs = map_tree(lambda _: next(rest), self._like)
         outputs = {}
         observation = map_tree(self._converted, inputs["observation"])
         if "state" in inputs:
