@@ -149,17 +149,18 @@ class ClusterOptions:
         launcher.check(self.num_workers)
         program = "".join(launcher.prefix[:1])
         address = self.bind_address or launcher.address(self.num_workers)
+        forks = self.worker_start == "fork" and launcher.can_fork
+        found = not program or launcher.remote or shutil.which(program)
         rules = {
-            "sync_mode 'interval' needs sync_interval, the versions between pulls": self.sync_mode != "interval" or self.sync_interval,
-            f"sync_interval is for sync_mode 'interval', not {self.sync_mode!r}": self.sync_mode == "interval" or not self.sync_interval,
-            "worker_preload is for forked workers: on Linux, local, without a worker_prefix": not self.worker_preload
-            or (self.worker_start == "fork" and launcher.can_fork),
-            f"worker_prefix: there is no program {program} here": not program
-            or launcher.remote
-            or shutil.which(program),
-            f"launcher {launcher.name} needs bind_address, which its workers can reach": address or not launcher.remote,
-            "port needs bind_address": address or self.port == 0,
-            "key_file is for tcp: it needs bind_address": address or self.key_file is None,
+            f"sync_interval goes with sync_mode 'interval', and is {self.sync_interval} with "
+            f"{self.sync_mode!r}": (self.sync_mode == "interval") == bool(self.sync_interval),
+            "worker_preload is for forked workers: those of the launcher local, on Linux, without "
+            "a worker_prefix": forks or not self.worker_preload,
+            f"worker_prefix: there is no program {program} here": found,
+            f"launcher {launcher.name} needs bind_address: an address that its workers can connect "
+            "to": address or not launcher.remote,
+            "port and key_file are for tcp: they need bind_address": address
+            or not (self.port or self.key_file),
         }
         for text, is_right in rules.items():
             if not is_right:

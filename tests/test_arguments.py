@@ -304,7 +304,7 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
             "checkpoint_interval is -1.0: Expected `float` >= 0.0",
         ),
         ("--port 65536 --bind-address lo", "port is 65536: Expected `int` <= 65535"),
-        ("--port 5000", "port needs bind_address"),
+        ("--port 5000", "port and key_file are for tcp: they need bind_address"),
         ("--bind-address none0", "got none0"),
         ("--bind-address 0.0.0.0", "got 0.0.0.0"),
         ("--bind-address 192.0.2.1", "cannot listen on --bind-address 192.0.2.1, port 0: "),

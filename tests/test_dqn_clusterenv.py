@@ -155,7 +155,7 @@ def test_offline_wandb_spellings_of_booleans_and_max_seconds(tmp_path):
         ("--num-workers 0", "num_workers is 0: Expected `int` >= 1"),
         ("--outstanding 0", "outstanding is 0: Expected `int` >= 1"),
         ("--kl-threshold nan", "kl_threshold is nan: Expected `float` >= 0.0"),
-        ("--sync-mode interval", "needs sync_interval"),
+        ("--sync-mode interval", "sync_interval goes with sync_mode 'interval', and is None with"),
         (
             "--train-frequency 7",
             "--target-network-frequency must be a multiple of --train-frequency",

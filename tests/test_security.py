@@ -199,7 +199,10 @@ NOT_ONE += ["0", "0x0", "000.0.0.0", "nosuch0", "127.0.0.1 ", "tcp://127.0.0.1"]
     "arguments, text",
     [
         *(
-            ({"bind_address": odd}, f"bind_address must be one IP address, or one of .*, got {odd}$")
+            (
+                {"bind_address": odd},
+                f"must be one IP address, or one of .*, got {odd}$",
+            )
             for odd in NOT_ONE
         ),
         ({"worker_timeout": 0}, "worker_timeout is 0: Expected `float` > 0.0"),
