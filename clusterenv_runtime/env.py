@@ -101,7 +101,7 @@ class ClusterEnv(ActingEnv):
         made = [env_fns if callable(env_fns) else list(env_fns[own]) for own in rows]
         environments = pack_environments(
             [(make, len(share), modes, allowed) for make, share in zip(made, shares, strict=True)],
-            is_shared=not launcher.remote and not launcher.prefix,
+            is_shared=launcher.can_fork,
         )
         first_row = 0 if learners is None else learners.first_row
         workers = [
