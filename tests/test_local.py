@@ -285,7 +285,7 @@ def test_a_program_that_ends_without_stopping_its_workers_ends_at_once(head, tmp
 
 def test_forked_workers_notice_the_end_of_their_head(head, tmp_path):
     code = """
-    from clusterenv_runtime.worker.__main__ import watch
+    from clusterenv_runtime.worker.connection import watch
     head_has_left = watch(int(arguments[arguments.index("--head-pid") + 1]))
     while not head_has_left(): time.sleep(0.01)
     open(f"{os.getpid()}.left", "w")

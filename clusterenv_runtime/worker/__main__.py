@@ -1,15 +1,13 @@
-"""The command line of a worker."""
+"""A worker of a ClusterEnv: ``python -m clusterenv_runtime.worker``."""
 
 import argparse
 import contextlib
 import gc
 import logging
 import os
-import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable
 
 from ..errors import StartupError
 from ..security import read_key_file
@@ -19,12 +17,10 @@ from .worker import Worker
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse ``arguments``, or the command line if ``arguments`` is None."""
-    parser = argparse.ArgumentParser(
-        prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker."
-    )
+    parser = argparse.ArgumentParser(prog="clusterenv_runtime.worker", description=__doc__)
     add = parser.add_argument
-    add("--connect", required=True, metavar="ADDRESS", help="the head's address, in ZeroMQ's form")
-    add("--index", required=True, type=int, help="which of the head's workers this is, from 0")
+    add("--connect", required=True, metavar="ADDRESS", help="the head's address, as for ZeroMQ")
+    add("--index", required=True, type=int, help="which of the workers this is, from 0")
     add("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
     add("--head-timeout", type=float, default=30, help="seconds that the link may be silent")
     add("--head-pid", type=int, help="the head's process ID, on this machine")
@@ -34,8 +30,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a worker, with these arguments or the command line's, until the head ends it or is gone.
-    """
+    """Run a worker until the head ends it or is gone."""
     args = parse(arguments)
     _handle_signals()
     for stream in sys.stdout, sys.stderr:
@@ -46,32 +41,17 @@ def main(arguments: list[str] | None = None) -> None:
         keys = None if args.key_file is None else read_key_file(args.key_file)
     except StartupError as error:
         sys.exit(f"error: {error}")
-    timeouts = args.startup_timeout, args.head_timeout
-    head_has_left = watch(args.head_pid)
-    connection = Connection(args.connect, keys, *timeouts, head_has_left, args.head_directory)
+    connection = Connection(args, keys)
     worker = Worker(connection)
     try:
         with contextlib.suppress(End):
-            connection.greet(args.index)
+            connection.greet()
             worker.run()
     finally:
         worker.close()
         connection.close()
         warnings.simplefilter("ignore", ResourceWarning)  # the pulse stays open to the end
         gc.freeze()  # collecting torch's objects at exit would take most of a second
-
-
-def watch(head: int | None) -> Callable[[], bool]:
-    """Return a function that returns whether the head's process is seen to have ended."""
-    if head is None:
-        return lambda: False
-    try:
-        descriptor = os.pidfd_open(head)
-    except ProcessLookupError:
-        return lambda: os.getppid() > 0  # 0 is a parent outside this PID namespace, as the head is
-    except OSError:  # the system forbids it
-        return lambda: False
-    return lambda: bool(select.select([descriptor], [], [], 0)[0])
 
 
 def _end(*_: object) -> None:
