@@ -113,8 +113,8 @@ MUTATIONS = {
     ),
     "environments go on with the episodes of an evaluation": (
         "worker/worker.py",
-        "if self._next_seeds is not None:",
-        "if False:",
+        "self._envs.reset(request.seeds)",
+        "pass",
     ),
     "weights are those of the previous version": (
         "policy/versions.py",

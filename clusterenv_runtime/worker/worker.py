@@ -51,8 +51,6 @@ class Worker:
         self._actor: Actor | None = None
         self._has_failed = False  # whether a request failed since the last full reset
         self._next_look = 0.0  # the time of the next look for messages while acting
-        # The seeds of the reset that must follow an evaluation; otherwise None.
-        self._next_seeds: list[int] | None = None
 
     def run(self) -> None:
         """Answer requests until the head sends `Close` or an error ends the worker."""
@@ -73,7 +71,7 @@ class Worker:
 
     def _answer(self, seq: int | None, message: Message) -> None:
         if isinstance(message, messages.Reset) and message.mask is None:
-            self._has_failed, self._next_seeds = False, None
+            self._has_failed = False
         if self._has_failed and isinstance(message, IN_EPISODES):
             return  # the head has given up this request
         try:
@@ -82,8 +80,9 @@ class Worker:
             raise
         except BaseException as error:
             is_fatal = isinstance(message, messages.Setup | messages.Structure)
-            self._has_failed |= isinstance(message, IN_EPISODES)
-            self._send(seq, self._describe(error, is_fatal, isinstance(message, IN_EPISODES)))
+            ends_episodes = isinstance(message, IN_EPISODES)
+            self._has_failed |= ends_episodes
+            self._send(seq, self._describe(error, is_fatal, ends_episodes))
             if is_fatal:
                 raise End from error
 
@@ -164,38 +163,42 @@ class Worker:
         return told
 
     def _load_structure(self, pickled: bytes) -> None:
-        _import_torch()
+        if self._actor is None:
+            self._actor = self._new_actor()
+        self._actor.load_structure(pickle.loads(pickled))
+
+    def _new_actor(self, takes_mode: bool = False) -> Actor:
+        """Import torch, which a worker that only steps does not need."""
+        import torch
+        from torch.distributions import Distribution
+
         from ..policy.actor import Actor
 
-        if self._actor is None:
-            self._actor = Actor(self._take_in)
-        self._actor.load_structure(pickle.loads(pickled))
+        Distribution.set_default_validate_args(False)  # `envs` checks what comes of NaN
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # the machine's other cores are for other workers
+        return Actor(self._take_in, takes_mode)
 
     def _collect(self, seq: int | None, request: messages.Collect) -> Part:
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
         waited, self._connection.waited = self._connection.waited, 0.0
-        if self._next_seeds is not None:
-            self._envs.reset(self._next_seeds)
-            self._next_seeds = None
         part = self._envs.collect(self._actor, request)
         part.waited = waited
         return part
 
     def _evaluate(self, request: messages.Evaluate) -> tuple[np.ndarray, ...]:
         """Play episodes with an actor that shares nothing with the one for training."""
-        _import_torch()
-        from ..policy.actor import Actor
-
-        actor = Actor(self._take_in, request.deterministic)
+        actor = self._new_actor(request.deterministic)
         actor.load(pickle.loads(request.structure), request.weights)
-        self._next_seeds = request.seeds
         self._envs.reset([request.seed + row for row in self._rows])
         numbers, seed = request.numbers, request.seed % 2**62
         next_steps = partial(messages.Collect, EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed)
         chunks = itertools.count()
         parts = (self._envs.collect(actor, next_steps(rollout=chunk)) for chunk in chunks)
-        return scores(parts, request.episodes, request.max_steps)
+        found = scores(parts, request.episodes, request.max_steps)
+        self._envs.reset(request.seeds)
+        return found
 
     def _take_in(self) -> None:
         """Keep messages that arrive while this worker acts. `Close` ends it between two steps."""
@@ -260,13 +263,3 @@ def scores(
     columns = zip(*itertools.chain(*found), strict=True)
     dtypes = np.float64, np.int64, np.bool_
     return tuple(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
-
-
-def _import_torch() -> None:
-    """Import torch, which a worker that only steps does not need."""
-    import torch
-    from torch.distributions import Distribution
-
-    Distribution.set_default_validate_args(False)  # `envs` checks what comes of NaN
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the machine's other cores are for other workers
