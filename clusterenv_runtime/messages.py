@@ -70,8 +70,8 @@ class Step:
 class CutOff:
     """Continue for a process that has died with its episodes, as the user has seen them.
 
-    The next `Reset` of a row then returns what the user saw last. The next `Step` truncates the
-    episode, or, if the user has seen its end, shows the reset.
+    It comes after the `Reset` of this process. The next `Step` truncates the episode, or, if the
+    user has seen its end, shows that reset.
     """
 
     seen: Any  # the observations that the user saw last

@@ -26,11 +26,6 @@ MUTATIONS = {
         "for request in self._requests_of(worker):\n            self.post(",
         "for request in []:\n            self.post(",
     ),
-    "the user's reset shows what was seen before a process died": (
-        "worker/envs.py",
-        "lost, self._lost = self._lost, None",
-        "lost = self._lost",
-    ),
     "until 851c8d7: a pull before the first publication ends the run": (
         "head/pool.py",
         "case messages.Pull() if self.store.weights:",

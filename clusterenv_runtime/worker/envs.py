@@ -110,7 +110,6 @@ class WorkerEnvs:
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, np.int64)
         self._must_reset = False  # whether lost episodes cannot be shown as truncated
-        self._lost: tuple[Any, np.ndarray] | None = None  # for `cut_off`, after the first reset
         self._has_acted = False  # whether a policy has acted
 
     def describe(self) -> dict[str, Any]:
@@ -136,7 +135,6 @@ class WorkerEnvs:
         self._ended[chosen] = False
         self._returns[chosen] = self._lengths[chosen] = 0
         self._must_reset &= mask is not None
-        lost, self._lost = self._lost, None
         if mask is not None:
             options = {**(options or {}), "reset_mask": mask}
         seed: Any = list(seeds) if any(each is not None for each in seeds) else None
@@ -148,10 +146,13 @@ class WorkerEnvs:
         observations, infos = self.vector.reset(seed=seed, options=options)
         if mask is not None and self._rows:
             # The vector environment has not seen the steps of the last rollout.
-            observations = _merge(self._space, mask, observations, self._observations)
+            space, room = self.vector.observation_space, create_empty_array(self._space, len(mask))
+            choices = zip(
+                mask, iterate(space, observations), iterate(space, self._observations), strict=True
+            )
+            rows = [new if is_new else old for is_new, new, old in choices]
+            observations = concatenate(self._space, rows, room)
         self._observations = observations
-        if lost is not None:
-            self.cut_off(*lost)
         return deepcopy(observations), infos
 
     def step(self, actions: Any) -> tuple[Any, ...]:
@@ -172,9 +173,7 @@ class WorkerEnvs:
 
     def cut_off(self, seen: Any, ended: np.ndarray) -> None:
         """Continue for a process that has died, see `messages.CutOff`."""
-        if self._observations is None:  # the first reset comes next
-            self._lost = seen, ended
-        elif not self._has_acted:  # otherwise the user has yet to see that rollout
+        if not self._has_acted:  # otherwise the user has yet to see that rollout
             self._must_reset, self._ended = not self._rows, ended.copy()
             space, seen = self.vector.observation_space, deepcopy(seen)
             begun = iterate(space, deepcopy(self._observations))
