@@ -196,7 +196,7 @@ class WorkerEnvs:
         )
         rewards = np.empty(shape)
         terminations, truncations = np.zeros((2, *shape), bool)
-        infos = Infos(shape)
+        infos: dict[str, np.ndarray] = {}
         finals: list[Any] = []  # the last observations of ended episodes
         episodes: list[tuple[int, float, int]] = []  # step * num_envs + row, return, length
         advance = self._step_rows if self._rows else self._step_vector
@@ -204,7 +204,7 @@ class WorkerEnvs:
         for step in range(num_steps):
             actions = actor.act(self._write(observations, step), starts)
             results = rewards[step], terminations[step], truncations[step]
-            ends = advance(actions, results, partial(infos.add, step))
+            ends = advance(actions, results, partial(_add_info, infos, shape, step))
             starts = terminations[step] | truncations[step]
             self._returns += rewards[step]
             self._lengths += 1
@@ -228,7 +228,7 @@ class WorkerEnvs:
             episodes=numbers.astype(np.int64),
             episodic_returns=returns.copy(),
             episodic_lengths=lengths.astype(np.int64),
-            infos=infos.values,
+            infos=infos,
             **self._fold(observations, final, terminations | truncations),
             **actor.finish(),
         )
@@ -289,13 +289,13 @@ class WorkerEnvs:
             batch = list(iterate(self.vector.observation_space, deepcopy(batch)))
         if not has_reset:
             self._observations, _ = self.vector.reset(options={"reset_mask": ended})
-        key = self._statistics_key
-        own = infos.get(key, of_ends.get(key))
+        key, told = self._statistics_key, {**of_ends, **infos}
+        own = told.get(key)
         ends: list[Ended] = []
         for row in np.flatnonzero(ended).tolist():
             counts: tuple[Any, ...] | None = ()
             if key is not None:
-                is_reported = own is not None and {**of_ends, **infos}[f"_{key}"][row]
+                is_reported = own is not None and told[f"_{key}"][row]
                 counts = (float(own["r"][row]), int(own["l"][row])) if is_reported else None
             ends.append((row, batch[row], counts))
         return ends
@@ -331,48 +331,37 @@ class WorkerEnvs:
                 self.vector.close()
 
 
-class Infos:
-    """The infos that a rollout keeps, zero where a step had none."""
+def _add_info(
+    infos: dict[str, np.ndarray],
+    shape: tuple[int, int],
+    step: int,
+    key: str,
+    rows: Any,
+    values: np.ndarray,
+) -> None:
+    """Keep an info's values ``(rows, ...)`` in some rows of a step, zero where a step has none.
 
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self._shape = shape
-        self.values: dict[str, np.ndarray] = {}
-
-    def add(self, step: int, key: str, rows: Any, values: np.ndarray) -> None:
-        """Keep an info's values in some rows of a step, ``(rows, ...)``.
-
-        Raises:
-            ValueError: these are no numbers, or have another shape than the values before.
-        """
-        if values.dtype.kind not in "biuf":
-            raise ValueError(
-                f"info {key!r} has no place in a rollout: it is neither a number nor an array of "
-                "numbers"
-            )
-        dtype = values.dtype if values.ndim > 1 else np.dtype(np.float64)
-        if key not in self.values:
-            self.values[key] = np.zeros(self._shape + values.shape[1:], dtype)
-            self.values[f"_{key}"] = np.zeros(self._shape, bool)
-        kept = self.values[key]
-        if kept.shape[2:] != values.shape[1:]:
-            raise ValueError(
-                f"info {key!r} must have the same shape in all steps, got {kept.shape[2:]} and "
-                f"{values.shape[1:]}"
-            )
-        self.values[key] = kept = kept.astype(np.result_type(kept, dtype), copy=False)
-        kept[step, rows] = values
-        self.values[f"_{key}"][step, rows] = True
-
-
-def _merge(space: gym.Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
-    """Return a batch with the rows of ``there`` where ``mask`` is True, otherwise ``elsewhere``."""
-
-    def merge(left: Any, right: Any) -> Any:
-        if isinstance(left, np.ndarray):
-            return np.where(mask.reshape(-1, *[1] * (left.ndim - 1)), left, right)
-        return tuple(pair[not chosen] for chosen, *pair in zip(mask, left, right, strict=True))
-
-    return map_space(merge, space, there, elsewhere)
+    Raises:
+        ValueError: these are no numbers, or have another shape than the values before.
+    """
+    if values.dtype.kind not in "biuf":
+        raise ValueError(
+            f"info {key!r} has no place in a rollout: it is neither a number nor an array of "
+            "numbers"
+        )
+    dtype = values.dtype if values.ndim > 1 else np.dtype(np.float64)
+    if key not in infos:
+        infos[key] = np.zeros(shape + values.shape[1:], dtype)
+        infos[f"_{key}"] = np.zeros(shape, bool)
+    kept = infos[key]
+    if kept.shape[2:] != values.shape[1:]:
+        raise ValueError(
+            f"info {key!r} must have the same shape in all steps, got {kept.shape[2:]} and "
+            f"{values.shape[1:]}"
+        )
+    infos[key] = kept = kept.astype(np.result_type(kept, dtype), copy=False)
+    kept[step, rows] = values
+    infos[f"_{key}"][step, rows] = True
 
 
 def _mode_of(envs: VectorEnv, num_envs: int) -> AutoresetMode:
@@ -415,15 +404,15 @@ def _check_finite(part: Part, observations: Any, rows: range) -> None:
     either, these are the reason.
     """
     name, wrong = "rewards", ~np.isfinite(part.rewards)
-    if not (wrong.any() or np.isfinite(part.logprobs).all()):
-        name, wrong = "observations", not_finite(observations, 2)
-        wrong &= ~np.isfinite(part.logprobs).all(0)
+    if not wrong.any():
+        if (finite := np.isfinite(part.logprobs)).all():
+            return
+        name, wrong = "observations", not_finite(observations, 2) & ~finite.all(0)
         if not wrong.any():
             raise ValueError("log-probabilities are not finite: has the policy diverged?")
-    if wrong.any():
-        found = [rows[row] for row in np.flatnonzero(wrong.any(0))]
-        step = int(wrong.any(1).argmax())
-        raise EnvRaised(found[0]) from ValueError(
-            f"not all {name} are finite from step {step} of the rollout on: environment "
-            + ", ".join(map(str, found))
-        )
+    found = [rows[row] for row in np.flatnonzero(wrong.any(0))]
+    step = int(wrong.any(1).argmax())
+    raise EnvRaised(found[0]) from ValueError(
+        f"not all {name} are finite from step {step} of the rollout on: environment "
+        + ", ".join(map(str, found))
+    )

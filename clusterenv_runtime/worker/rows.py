@@ -68,15 +68,15 @@ class Row:
             if type(reward) not in NUMBERS:
                 reward = _number(reward)
             if self._shape is not None and getattr(observation, "shape", ()) != self._shape:
-                self._check(observation)
+                self._check(np.shape(observation))
         except BaseException as error:
             raise self._raised(error) from error
         if terminated or truncated:
             observation = deepcopy(observation)  # the reset may overwrite it
         return observation, reward, terminated, truncated, info
 
-    def _check(self, observation: Any) -> None:
-        if (shape := np.shape(observation)) != self._shape:
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if shape != self._shape:
             raise ValueError(f"its observation must have the shape {self._shape}, got {shape}")
 
     def _continue(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
