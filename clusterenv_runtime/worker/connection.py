@@ -138,7 +138,7 @@ class Connection:
         with contextlib.suppress(zmq.ContextTerminated):  # `close` terminates the context
             logger.error("%s: exiting", self._wait_until_head_is_gone())
             # A process's links close a moment before the process has ended.
-            for _ in range(100):
+            for _ in range(100 if self._args.head_pid else 0):
                 if not self._head_has_left():
                     time.sleep(0.01)
             self._tidy_up()
