@@ -56,12 +56,6 @@ def not_finite(tree: Any, axes: int) -> np.ndarray:
     return found
 
 
-def filled(tree: Any, values: list[Any]) -> Any:
-    """Return a tree like ``tree``, with these values as its leaves, in order."""
-    rest = iter(values)
-    return map_tree(lambda _: next(rest), tree)
-
-
 def map_space(function: Callable[..., Any], space: Space[Any], *trees: Any) -> Any:
     """Apply ``function`` to the leaves of batches of ``space``. Return a tree of the results.
 

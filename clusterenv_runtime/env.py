@@ -5,12 +5,11 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 
-import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 
 from .errors import Interrupted
 from .head.acting import ActingEnv
@@ -18,10 +17,9 @@ from .head.pool import Pool
 from .head.transport import Transport
 from .head.workers import Worker
 from .options import Options, parse_options
-from .setup import pack_environments
+from .setup import EnvFns, pack_environments
 
 logger = logging.getLogger(__name__)
-EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv]
 
 
 class ClusterEnv(ActingEnv):
@@ -103,7 +101,7 @@ class ClusterEnv(ActingEnv):
         made = [env_fns if callable(env_fns) else list(env_fns[own]) for own in rows]
         environments = pack_environments(
             [(make, len(share), modes, allowed) for make, share in zip(made, shares, strict=True)],
-            is_shared=not launcher.remote and not launcher.prefix,
+            is_shared=launcher.can_fork,
         )
         first_row = 0 if learners is None else learners.first_row
         workers = [

@@ -13,12 +13,8 @@ from .security import HeadKeys, write_key_file
 
 def main() -> None:
     """Write both key files."""
-    parser = argparse.ArgumentParser(
-        prog="clusterenv_runtime.keys", description="Make the keys of a run in advance."
-    )
-    parser.add_argument(
-        "file", metavar="FILE", help="the head's key file; the workers' key file is FILE.worker"
-    )
+    parser = argparse.ArgumentParser(prog="clusterenv_runtime.keys", description=__doc__)
+    parser.add_argument("file", metavar="FILE")
     file, keys = parser.parse_args().file, HeadKeys.make()
     try:
         write_key_file(file, keys)

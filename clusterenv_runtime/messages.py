@@ -70,8 +70,8 @@ class Step:
 class CutOff:
     """Continue for a process that has died with its episodes, as the user has seen them.
 
-    The next `Reset` of a row then returns what the user saw last. The next `Step` truncates the
-    episode, or, if the user has seen its end, shows the reset.
+    It comes after the `Reset` of this process. The next `Step` truncates the episode, or, if the
+    user has seen its end, shows that reset.
     """
 
     seen: Any  # the observations that the user saw last
@@ -112,7 +112,7 @@ class Collect:
 
 @dataclass
 class Evaluate:
-    """Play episodes with this policy. The next `Collect` then resets the environments first.
+    """Play episodes with this policy, then reset the environments.
 
     The reply's value is the episodes' returns (float64) and lengths (int64), and whether each
     episode ended (bool), in the order of the environments, then of time.
@@ -125,7 +125,7 @@ class Evaluate:
     episodes: list[int]  # how many episodes count, for each environment
     seed: int  # the seed of the noise; environment i is reset with this plus i
     max_steps: int  # the most steps of an episode
-    seeds: list[int]  # one per environment, for the reset before training continues
+    seeds: list[int]  # one per environment, for that reset
 
 
 @dataclass

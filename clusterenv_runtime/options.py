@@ -3,6 +3,7 @@
 The options are keyword arguments of `ClusterEnv`, and flags of the scripts.
 """
 
+import contextlib
 import difflib
 import ipaddress
 import os
@@ -39,24 +40,22 @@ class ClusterOptions:
     """Where workers run, how the head supervises them, and when and how they pull weights."""
 
     num_workers: Positive = 2
-    """the number of environment worker processes, each with a contiguous share of the environments
-    """
+    """the number of worker processes, each with a contiguous share of the environments"""
     launcher: str = "local"
-    """where workers run: `local` (on this machine), `external` (started by you), or the name of
-    another installed launcher
+    """where workers run: `local` (on this machine), `external` (started by you), or another
+    installed launcher's name
     """
     worker_prefix: str = ""
-    """a command that goes before each worker's Python, for example `nice -n 19` or, on other
-    machines, `apptainer exec image.sif`
+    """a command before each worker's Python, for example `nice -n 19` or, on other machines,
+    `apptainer exec image.sif`
     """
     worker_start: Literal["fork", "spawn"] = "fork"
     """how workers on this machine start: `fork` forks them from one process where it can (on Linux,
-    without a `worker_prefix`), `spawn` starts each as a new process
+    without a `worker_prefix`), `spawn` starts new processes
     """
     worker_preload: str = ""
-    """modules to import once, before workers are forked, separated by spaces: modules that
-    environments need and that are slow to import, for example `mujoco`. All workers share what
-    such a module makes when it is imported: open files and variables, but no threads
+    """slow modules to import once, before workers are forked, separated by spaces, for example
+    `mujoco`. All workers share what they make then: open files and variables, but no threads
     """
     worker_resources: str = ""
     """each worker's resources, if the launcher supports them: `CPU=4` or, with some launchers,
@@ -64,7 +63,7 @@ class ClusterOptions:
     """
     sync_mode: Literal["kl", "interval", "always", "never"] = "kl"
     """when workers pull weights: by divergence (`kl`, APS), every `sync_interval` versions
-    (`interval`), at every new version (`always`), or only once (`never`)
+    (`interval`), at every version (`always`), or once (`never`)
     """
     kl_threshold: Nats = 0.01
     """a worker pulls when the mean KL(its policy || the learner's) exceeds this threshold, in nats
@@ -73,16 +72,14 @@ class ClusterOptions:
     sync_interval: Positive | None = None
     """with the mode `interval`: the number of versions after which a worker pulls"""
     max_policy_lag: NotNegative | None = None
-    """in any mode, a worker that is more than this many versions behind pulls when it is asked to
-    act
-    """
+    """in any mode, a worker that is more than this many versions behind pulls"""
     weights: Literal["difference", "float32"] = "difference"
-    """what a worker pulls: the rounded `difference` from the weights that it holds, about one bit
-    per weight, or all weights in `float32`
+    """what a worker pulls: the rounded `difference` from its weights, about one bit per weight, or
+    all weights in `float32`
     """
     on_worker_loss: Literal["restart", "raise"] = "restart"
-    """what happens when a worker dies or falls silent: a replacement takes its place (`restart`),
-    or the run ends with an error (`raise`)
+    """when a worker dies or falls silent, a replacement takes its place (`restart`), or the run
+    ends with an error (`raise`)
     """
     max_worker_restarts: NotNegative = 3
     """the run ends when this many replacements of one worker in a row have died before they stepped
@@ -94,8 +91,8 @@ class ClusterOptions:
     startup_timeout: Seconds = 60.0
     """how many seconds a worker may take to start, and then to build each of its environments"""
     close_timeout: Seconds = 30.0
-    """how many seconds a worker may take at the end of the run to finish its step and close its
-    environments, before it is killed
+    """how many seconds a worker may take at the end to finish its step and close its environments,
+    before it is killed
     """
     bind_address: str | None = None
     """the IP address, or the network interface, to listen on over tcp; by default a socket file, or
@@ -152,21 +149,18 @@ class ClusterOptions:
         launcher.check(self.num_workers)
         program = "".join(launcher.prefix[:1])
         address = self.bind_address or launcher.address(self.num_workers)
+        forks = self.worker_start == "fork" and launcher.can_fork
+        found = not program or launcher.remote or shutil.which(program)
         rules = {
-            "sync_mode 'interval' needs sync_interval, the number of policy versions between "
-            "pulls": self.sync_mode != "interval" or self.sync_interval,
-            f"sync_interval is for sync_mode 'interval', but sync_mode is "
-            f"{self.sync_mode!r}": self.sync_mode == "interval" or not self.sync_interval,
+            f"sync_interval goes with sync_mode 'interval', and is {self.sync_interval} with "
+            f"{self.sync_mode!r}": (self.sync_mode == "interval") == bool(self.sync_interval),
             "worker_preload is for forked workers: those of the launcher local, on Linux, without "
-            "a worker_prefix": not self.worker_preload
-            or (self.worker_start == "fork" and launcher.can_fork),
-            f"worker_prefix begins with {program}, and there is no such program here": not program
-            or launcher.remote
-            or shutil.which(program),
+            "a worker_prefix": forks or not self.worker_preload,
+            f"worker_prefix: there is no program {program} here": found,
             f"launcher {launcher.name} needs bind_address: an address that its workers can connect "
             "to": address or not launcher.remote,
-            "port needs bind_address": address or self.port == 0,
-            "key_file is for tcp: it needs bind_address": address or self.key_file is None,
+            "port and key_file are for tcp: they need bind_address": address
+            or not (self.port or self.key_file),
         }
         for text, is_right in rules.items():
             if not is_right:
@@ -203,17 +197,13 @@ class Options(TypedDict, total=False):
 def _check_address(text: str) -> None:
     """Raise ValueError unless the text is one IP address, or a network interface's name."""
     interfaces = [name for _, name in socket.if_nameindex()]
-    if text in interfaces:
-        return
-    try:
+    with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(text)  # to ZeroMQ, "0" would mean all addresses
-    except ValueError:
-        raise ValueError(
-            f"bind_address must be an IP address or one of the interfaces "
-            f"{', '.join(interfaces)}, got {text}"
-        ) from None
-    if (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
-        raise ValueError(f"bind_address must be one address, not all of them ({text})")
+        if not (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
+            return
+    if text not in interfaces:
+        known = ", ".join(interfaces)
+        raise ValueError(f"bind_address must be one IP address, or one of {known}, got {text}")
 
 
 def check_ranges(options: Any) -> None:

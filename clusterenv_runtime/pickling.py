@@ -282,7 +282,7 @@ def _builtin(kind: type) -> Any:
 
 def pack_exception(error: BaseException, allowed: Classes) -> bytes | None:
     """Return an exception for `load_exception`, or None if it cannot be sent."""
-    with suppress(Exception):  # the exception's own code may raise anything
+    with suppress(BaseException):  # the exception's own code may raise anything
         _, args, *state = _builtin(type(error)).__reduce__(error)
         content, _ = sendable(dict(*state) | {"": args}, allowed)
         return writer(allowed)(([*map(name_of, type(error).__mro__)], str(error), content))  # type: ignore[no-any-return]

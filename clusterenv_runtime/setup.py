@@ -12,7 +12,7 @@ import pickle
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
@@ -27,6 +27,7 @@ from .errors import one_line
 from .launchers import Launcher
 from .launchers.local import current_directory, import_path
 
+EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], gym.vector.VectorEnv]
 LARGE = 2**20  # bytes; an array of at least this size is held once for all workers
 
 
@@ -42,9 +43,8 @@ class Process:
             "authkey": bytes(multiprocessing.current_process().authkey),
             "start_method": multiprocessing.get_start_method(allow_none=True),
         }
-        # How many entries of the path go before a remote worker's own.
+        # How many entries of the path go before the worker's own ones, which other machines have.
         self._first = path.index(library) if library in path else len(path)
-        self._same_python = launcher.same_python
         self._directory = current_directory() or "."
         # Launchers set these variables only for the start of a worker.
         names = ["PYTHONHASHSEED", *launcher.variables()]
@@ -64,8 +64,7 @@ class Process:
     def take(self) -> dict[str, EnvSpec]:
         """Make this process like the head's. Return the head's registry, see `register`."""
         path = self._preparation["sys_path"]
-        if not self._same_python:
-            path[self._first : self._first] = [entry for entry in sys.path if entry not in path]
+        path[self._first : self._first] = [entry for entry in sys.path if entry not in path]
         multiprocessing.spawn.prepare(self._preparation)
         for name, text in self._variables.items():
             os.environ.pop(name, None)
@@ -121,27 +120,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
-def dumps(value: Any, large: list[pickle.PickleBuffer] | None = None) -> bytes:
-    """Return a cloudpickle of ``value`` for `loads`.
-
-    The buffers of large arrays are added to the list ``large``, if there is one, in place of being
-    pickled.
+def dumps(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
+    """Return a cloudpickle of ``value`` for `loads`. ``buffer_callback`` is as in `pickle`.
 
     Raises:
         TypeError: something in ``value`` cannot be pickled.
     """
-
-    def stays(buffer: pickle.PickleBuffer) -> Any:  # whether it is pickled
-        return large is None or buffer.raw().nbytes < LARGE or large.append(buffer)  # type: ignore
-
     file = io.BytesIO()
-    pickler = _Pickler(file, buffer_callback=stays)
+    pickler = _Pickler(file, buffer_callback=buffer_callback)
     try:
         pickler.dump((value, pickler.of_script))
     except Exception as error:  # an object's own code may raise anything
         raise TypeError(
-            "an environment refers to an object that cannot be copied to its worker: "
-            f"{one_line(error)}"
+            f"an environment refers to an object that cannot be sent to workers: {one_line(error)}"
         ) from error
     return file.getvalue()
 
@@ -164,20 +155,15 @@ class SharedArray:
     """A large array's bytes, in a file in memory. A worker on this machine unpickles a copy."""
 
     def __init__(self, file: io.BufferedWriter, array: np.ndarray) -> None:
-        self._file, self._size = file, array.nbytes
-        self._start = -(-file.tell() // mmap.PAGESIZE) * mmap.PAGESIZE
-        file.seek(self._start)
+        self._file = file  # which is closed when nothing refers to it any more
+        start = file.seek(-file.tell() % mmap.PAGESIZE, os.SEEK_CUR)
         file.write(array.data)
         file.flush()
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        self._content = path, np.uint8, "c", start, array.nbytes  # writes stay in the worker
 
     def __reduce__(self) -> Any:
-        path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        return _open_shared, (path, self._size, self._start)
-
-
-def _open_shared(path: str, size: int, start: int) -> mmap.mmap:
-    with open(path, "rb") as file:  # writes stay in this process
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+        return np.memmap, self._content
 
 
 def pack_environments(values: Iterable[Any], is_shared: bool) -> list[tuple[bytes, list[Any]]]:
@@ -189,20 +175,26 @@ def pack_environments(values: Iterable[Any], is_shared: bool) -> list[tuple[byte
         values: what each worker builds, for example functions that make environments.
         is_shared: whether workers can open this process's files.
     """
-    packed, file = [], None
-    if is_shared and sys.platform == "linux":  # others have no files in memory
+    file = None
+    if is_shared:
         file = open(os.memfd_create("clusterenv"), "wb", closefd=False)  # noqa: SIM115
         weakref.finalize(file, os.close, file.fileno())
     # By address and size. The arrays are kept, so that no later one gets the address of another.
     copies: dict[tuple[int, int], tuple[Any, np.ndarray]] = {}
-    for value in values:
-        buffers: list[pickle.PickleBuffer] = []
-        data, arrays = dumps(value, buffers), []
-        for buffer in buffers:
+
+    def pack(value: Any) -> tuple[bytes, list[Any]]:
+        arrays = []
+
+        def stays(buffer: pickle.PickleBuffer) -> bool:  # whether the buffer is pickled
             array = np.frombuffer(buffer.raw(), np.uint8)
+            if array.nbytes < LARGE:
+                return True
             key = array.ctypes.data, array.nbytes
             if key not in copies:
                 copies[key] = (array.copy() if file is None else SharedArray(file, array)), array
             arrays.append(copies[key][0])
-        packed.append((data, arrays))
-    return packed
+            return False
+
+        return dumps(value, stays), arrays
+
+    return [pack(value) for value in values]

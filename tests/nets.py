@@ -8,8 +8,14 @@ from torch import nn
 
 from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.actor import Actor
-from clusterenv_runtime.policy.divergence import Sample, divergence, params_along
-from clusterenv_runtime.policy.tensors import flat_weights, numbers_of, pickled
+from clusterenv_runtime.policy.tensors import (
+    Sample,
+    divergence,
+    flat_weights,
+    numbers_of,
+    params_along,
+    pickled,
+)
 from clusterenv_runtime.policy.versions import PolicyStore
 
 

@@ -301,9 +301,9 @@ def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypat
         ("--max-worker-restarts -1", "--max-worker-restarts must be at least 0, got -1"),
         ("--worker-timeout 0", "--worker-timeout must be above 0, got 0.0"),
         ("--port 65536 --bind-address lo", "--port must be at least 0 and at most 65535"),
-        ("--port 5000", "port needs bind_address"),
+        ("--port 5000", "port and key_file are for tcp: they need bind_address"),
         ("--bind-address none0", "got none0"),
-        ("--bind-address 0.0.0.0", "bind_address must be one address, not all of them (0.0.0.0)"),
+        ("--bind-address 0.0.0.0", "got 0.0.0.0"),
     ],
 )
 def test_a_flag_of_the_runtime_out_of_range_is_one_line(monkeypatch, flags, says):

@@ -272,9 +272,9 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun(monkeypatch, path):
         (
             "--worker-prefix nonesuch",
             {},
-            "worker_prefix begins with nonesuch, and there is no such program here",
+            "worker_prefix: there is no program nonesuch here",
         ),
-        ("--key-file key", {}, "key_file is for tcp: it needs bind_address"),
+        ("--key-file key", {}, "port and key_file are for tcp: they need bind_address"),
         ("--key-file no --bind-address 127.0.0.1", {}, "cannot read the key file no: No such file"),
         (
             "--run-name ../there",

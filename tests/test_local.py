@@ -23,7 +23,7 @@ STAND_IN = """
 import os, signal, subprocess, sys, time, threading, tempfile, random
 import numpy as np
 
-def main(arguments=None, head_has_left=None):
+def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
     exec(arguments[arguments.index("--do") + 1], {**globals(), **locals()})
 """
@@ -284,7 +284,13 @@ def test_a_program_that_ends_without_stopping_its_workers_ends_at_once(head, tmp
 
 
 def test_forked_workers_notice_the_end_of_their_head(head, tmp_path):
-    code = "while not head_has_left(): time.sleep(0.01)\nopen(f'{os.getpid()}.left', 'w')"
+    code = """
+    from clusterenv_runtime.worker.connection import watch
+    head_has_left = watch(int(arguments[arguments.index("--head-pid") + 1]))
+    while not head_has_left(): time.sleep(0.01)
+    open(f"{os.getpid()}.left", "w")
+    """
+    code = textwrap.dedent(code)
     # A fork of the head holds all of its files open.
     process = head(code, after="if os.fork() == 0: time.sleep(5)\nos.kill(os.getpid(), 9)")
     process.wait()

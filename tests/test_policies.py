@@ -317,7 +317,8 @@ def test_a_divergence_that_torch_does_not_know_is_estimated_with_one_warning(cap
         assert divergence_of(policy, [observations], [old]).item() == pytest.approx(exact, rel=0.1)
     assert exact > 0.01 and torch.equal(torch.get_rng_state(), state)
     assert [record.getMessage() for record in caplog.records] == [
-        "torch has no KL divergence for StudentT, so it is estimated: define the policy's kl"
+        "the divergence is estimated, unless the policy defines kl: No KL(p || q) is implemented "
+        "for p type StudentT and q type StudentT"
     ]
 
 

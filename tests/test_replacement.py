@@ -113,7 +113,7 @@ def test_a_replacement_continues_with_what_the_user_saw_last(simulation):
     reset(simulation)
     worker.seen, worker.ended = np.zeros((2, 1)), np.array([True, False])
     heard = replaced(simulation, PARTIAL)
-    assert [type(each) for each in heard] == [Setup, CutOff, Reset, Reset]
+    assert [type(each) for each in heard] == [Setup, Reset, CutOff, Reset]
     assert cut_off(heard) == [([[0], [0]], [True, False])]
     # The user's own reset begins all episodes.
     assert cut_off(replaced(simulation, RESET)) == []

@@ -191,19 +191,19 @@ def test_a_key_has_40_characters(tmp_path, name):
         write_key_file(path, keys)
 
 
-EVERYWHERE = "0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"
+NOT_ONE = ["0.0.0.0", "::", "0:0::0", "::ffff:0.0.0.0"]
+NOT_ONE += ["0", "0x0", "000.0.0.0", "nosuch0", "127.0.0.1 ", "tcp://127.0.0.1"]
 
 
 @pytest.mark.parametrize(
     "arguments, text",
     [
         *(
-            ({"bind_address": all_}, "bind_address must be one address, not all of them")
-            for all_ in EVERYWHERE
-        ),
-        *(
-            ({"bind_address": odd}, "bind_address must be an IP address or one of the interfaces")
-            for odd in ("0", "0x0", "000.0.0.0", "nosuch0", "127.0.0.1 ", "tcp://127.0.0.1")
+            (
+                {"bind_address": odd},
+                f"must be one IP address, or one of .*, got {odd}$",
+            )
+            for odd in NOT_ONE
         ),
         ({"worker_timeout": 0}, "worker_timeout is 0: Expected `float` > 0.0"),
     ],

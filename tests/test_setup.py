@@ -73,7 +73,7 @@ def test_the_files_of_large_arrays_are_closed():
 
 
 def test_an_object_that_cannot_be_pickled_is_one_line():
-    text = "copied to its worker: TypeError: cannot pickle 'generator' object$"
+    text = "be sent to workers: TypeError: cannot pickle 'generator' object$"
     with pytest.raises(TypeError, match=text):
         setup.dumps(number for number in ())
 

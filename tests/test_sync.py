@@ -41,8 +41,11 @@ from .nets import change, divergence_of, linear, store_in
         ),
         ({"kl_threshold": -0.1}, "kl_threshold is -0.1: Expected `float` >= 0.0"),
         ({"kl_threshold": math.nan}, "kl_threshold is nan: Expected `float` >= 0.0"),
-        ({"sync_mode": "interval"}, "sync_mode 'interval' needs sync_interval"),
-        ({"sync_interval": 3}, "sync_interval is for sync_mode 'interval', but sync_mode is 'kl'"),
+        (
+            {"sync_mode": "interval"},
+            "sync_interval goes with sync_mode 'interval', and is None",
+        ),
+        ({"sync_interval": 3}, "sync_interval goes with sync_mode 'interval', and is 3 with 'kl'"),
         ({"sync_mode": "interval", "sync_interval": 0}, "sync_interval is 0: Expected `int` >= 1"),
         ({"max_policy_lag": -1}, "max_policy_lag is -1: Expected `int` >= 0"),
     ],

@@ -14,8 +14,8 @@ from torch import nn
 from clusterenv_runtime import CategoricalPolicy, GaussianPolicy
 from clusterenv_runtime.arrays import leaves
 from clusterenv_runtime.policy import tensors
-from clusterenv_runtime.policy.divergence import params_along
 from clusterenv_runtime.policy.sync import states_of_each_row
+from clusterenv_runtime.policy.tensors import params_along
 from clusterenv_runtime.policy.versions import MANY_CHANGES, PolicyCopy
 
 from .nets import acted_by, change, linear, store_in

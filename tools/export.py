@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 from torch import nn
 from torch.distributions import Distribution
 
-from clusterenv_runtime.arrays import filled, map_tree
+from clusterenv_runtime.arrays import map_tree
 from clusterenv_runtime.errors import one_line
 from clusterenv_runtime.policy.tensors import to_tensors
 from clusterenv_utils.errors import ScriptError, check, one_line_for_environments, print_error
@@ -76,7 +76,8 @@ class Acting(nn.Module):
         return inputs
 
     def forward(self, *tensors):
-        inputs, outputs = filled(self._like, list(tensors)), {}
+        rest, outputs = iter(tensors), {}
+        inputs = map_tree(lambda _: next(rest), self._like)
         observation = map_tree(self._converted, inputs["observation"])
         if "state" in inputs:
             state = self.policy.started(inputs["state"], inputs["starts"])

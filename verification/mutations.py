@@ -26,11 +26,6 @@ MUTATIONS = {
         "for request in self._requests_of(worker):\n            self.post(",
         "for request in []:\n            self.post(",
     ),
-    "the user's reset shows what was seen before a process died": (
-        "worker/envs.py",
-        "lost, self._lost = self._lost, None",
-        "lost = self._lost",
-    ),
     "until 851c8d7: a pull before the first publication ends the run": (
         "head/pool.py",
         "case messages.Pull() if self.store.weights:",
@@ -108,8 +103,8 @@ MUTATIONS = {
     ),
     "environments go on with the episodes of an evaluation": (
         "worker/worker.py",
-        "if self._next_seeds is not None:",
-        "if False:",
+        "self._envs.reset(request.seeds)",
+        "pass",
     ),
     "weights are those of the previous version": (
         "policy/versions.py",

@@ -115,7 +115,6 @@ class SlurmLauncher(LocalLauncher):
         self, log_dir: str | os.PathLike[str] | None = None, prefix: str = "", resources: str = ""
     ) -> None:
         super().__init__(log_dir, prefix)
-        self.same_python = not self.prefix
         cores = re.fullmatch(r"(?:CPU=([1-9]\d*))?", resources)
         if cores is None:
             raise ValueError(

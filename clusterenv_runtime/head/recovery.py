@@ -91,10 +91,10 @@ class Recovery(Supervisor):
         for name, values in self.attributes.items():
             yield messages.SetAttr(name, values[worker.index])
         if worker.seeds is not None and not self._will_reset(worker):
+            yield messages.Reset(with_fresh(worker.seeds), self._reset_options)
             worker.process.is_cut_off = worker.seen is not None
             if worker.process.is_cut_off:
                 yield messages.CutOff(worker.seen, worker.ended)
-            yield messages.Reset(with_fresh(worker.seeds), self._reset_options)
 
     def _will_reset(self, worker: Worker) -> bool:
         asked = [request.message for request in self._requests_of(worker)]

@@ -33,12 +33,6 @@ def listening_address(bind_address: str | None, port: int | str, directory: str)
     return f"tcp://{host}:{port}"
 
 
-def remove_own(directory: str, pid: int) -> None:
-    """Remove a directory of process ``pid``, unless this process is a fork of it."""
-    if os.getpid() == pid:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 class FileLimit:
     """This process's limit on open files, raised while somebody holds it.
 
@@ -65,6 +59,13 @@ class FileLimit:
             resource.setrlimit(resource.RLIMIT_NOFILE, cls.before)
 
 
+def clean_up(directory: str, pid: int) -> None:
+    """Clean up after a `Transport` of process ``pid``, unless this process is a fork of it."""
+    if os.getpid() == pid:
+        FileLimit.release()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 class Transport:
     """The head's socket. A simulated transport has the same methods, and the attributes `address`,
     `key_file` and `directory`.
@@ -84,8 +85,6 @@ class Transport:
     def __init__(
         self, bind_address: str | None, port: int, keys: HeadKeys | None, parent: Path | None
     ) -> None:
-        FileLimit.hold()
-        self._release = weakref.finalize(self, FileLimit.release)
         self.dropped = 0  # the number of messages dropped so far, see `drop`
         self._is_sending = False
         self._pulses: dict[bytes, bool] = {}  # by identity: whether it missed the last `Ping`
@@ -94,7 +93,8 @@ class Transport:
         # The directory's mode is 0700, so no other user can connect to a socket file there.
         self.directory = tempfile.mkdtemp(prefix="clusterenv-", dir=parent)
         self.key_file: Path | None = None
-        self._remove = weakref.finalize(self, remove_own, self.directory, os.getpid())
+        FileLimit.hold()
+        self._clean_up = weakref.finalize(self, clean_up, self.directory, os.getpid())
         self._context = zmq.Context()
         self._gate: Gate | None = None
         self._socket = self._context.socket(zmq.ROUTER)
@@ -211,5 +211,4 @@ class Transport:
             self._gate.stop()
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
-        self._remove()
-        self._release()
+        self._clean_up()

@@ -46,11 +46,9 @@ class Launcher:
     name = "of your own"
     # Whether workers may run on other machines, so that the head must listen over tcp.
     remote = True
-    # Whether workers run the same Python as this process, with the same packages.
-    same_python = False
     # Whether you start the workers yourself. They read your copy of the keys if you made the keys.
     by_hand = False
-    # Whether workers can be forked from one process on this machine.
+    # Whether workers can be forked from one process on this machine, and so open its files.
     can_fork = False
 
     def __init__(

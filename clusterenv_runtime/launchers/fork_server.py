@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ from clusterenv_runtime.launchers.fork_server import serve
 from clusterenv_runtime.messages import shared_versions
 {}
 shared_versions()  # cached for all workers
-main(*serve({}, {}))
+main(serve({}, {}))
 codes.append(0)"""
 
 
@@ -137,10 +137,10 @@ class Forked:
                 os.kill(self.pid, number)
 
 
-def serve(head_pid: int, modules: Sequence[str]) -> tuple[list[str], Callable[[], bool]]:
+def serve(head_pid: int, modules: Sequence[str]) -> list[str]:
     """Fork workers until the head, the parent of this process, is gone.
 
-    Return only in a worker: its arguments, and a function that returns whether the head has ended.
+    Return only in a worker: its arguments.
     """
     link = socket.socket(fileno=os.dup(0))
     os.dup2(null := os.open(os.devnull, os.O_RDONLY), 0)
@@ -182,7 +182,7 @@ def serve(head_pid: int, modules: Sequence[str]) -> tuple[list[str], Callable[[]
         if answer == 0:
             link.close()
             _become_worker(mark, variables, outputs)
-            return arguments, lambda: bool(select.select([head], [], [], 0)[0])
+            return arguments  # type: ignore[no-any-return]
         send(mark, answer)
         if fault:
             os._exit(1)

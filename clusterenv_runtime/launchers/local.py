@@ -78,7 +78,6 @@ class LocalLauncher(Launcher):
 
     name = "local"
     remote = False
-    same_python = True
     directory = None  # the system's directory for temporary files
     _next_search = 0.0  # the time of the next search for what is left of workers
 

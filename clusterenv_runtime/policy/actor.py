@@ -127,12 +127,17 @@ class Actor:
             self._begin_episodes(starts)
             # A copy, because `forward` may write to the state or return it among the parameters.
             params, self.state = self.policy(tensors, map_tree(torch.clone, self.state))
-        if is_first := not self._actions:
+        if (step := len(self._actions)) == 0:
             self._check_forward(params)
-        actions = self._choose(params)
+        if self._takes_mode:
+            actions = self.policy.mode(params)
+        else:
+            if step == 0:
+                self._noise = self._draw(params)
+            actions = self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
         # Copies, because `to_env` and the environments may write to actions.
         given = self.policy.to_env(map_tree(torch.clone, actions))
-        if is_first:
+        if step == 0:
             _check("act", actions, len(starts))
             _check("to_env", given, len(starts))
         self._params.append(params)
@@ -147,15 +152,6 @@ class Actor:
             raise ValueError(
                 f"the policy's forward returns a state {after}, but its initial_state is {before}"
             )
-
-    def _choose(self, params: Any) -> Any:
-        """Return the policy's actions for the next step."""
-        if self._takes_mode:
-            return self.policy.mode(params)
-        step = len(self._actions)
-        if step == 0:
-            self._noise = self._draw(params)
-        return self.policy.act(params, map_tree(lambda leaf: leaf[step], self._noise))
 
     def _draw(self, params: Any) -> Any:
         """Return the noise of a rollout, which each row draws with a seed of its own.

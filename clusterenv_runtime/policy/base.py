@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributions import Distribution, Independent, kl_divergence
+from torch.distributions import Distribution, kl_divergence
 
 from ..arrays import map_tree
 
@@ -30,15 +30,16 @@ class Policy(nn.Module):
 
     A subclass defines ``forward``, ``noise``, ``act`` and ``distribution``, and overrides the other
     methods where it needs to.
+
+    Attributes:
+        numbers: the names of float attributes that may change at any time. Their values travel with
+            each request and need no pull.
+        float_observations: whether all observations arrive as float32. Otherwise floats do, and
+            others keep their dtype.
     """
 
     numbers: Sequence[str] = ()
-    """The names of float attributes that may change at any time. Their values travel with each
-    request and need no pull.
-    """
     float_observations = False
-    """Whether all observations arrive as float32. Otherwise floats do, and others keep their dtype.
-    """
 
     def forward(self, observations: Any) -> Any:
         """Map observations ``(batch, ...)`` to distribution parameters ``(batch, ...)``.
@@ -136,8 +137,8 @@ class Policy(nn.Module):
         old, new = self.distribution(behavior), self.distribution(params)
         try:
             return kl_divergence(old, new)
-        except NotImplementedError:
-            _warn_of_estimate(_kind(old))
+        except NotImplementedError as error:
+            _warn_of_estimate(str(error))
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(0)
             actions = old.sample((KL_SAMPLES,))
@@ -149,13 +150,6 @@ class Policy(nn.Module):
         return next(self.parameters()).device
 
 
-def _kind(distribution: Any) -> str:
-    while isinstance(distribution, Independent):
-        distribution = distribution.base_dist
-    return type(distribution).__name__
-
-
 @functools.cache  # warns once for each kind
-def _warn_of_estimate(kind: str) -> None:
-    text = "torch has no KL divergence for %s, so it is estimated: define the policy's kl"
-    logger.warning(text, kind)
+def _warn_of_estimate(why: str) -> None:
+    logger.warning("the divergence is estimated, unless the policy defines kl: %s", why)

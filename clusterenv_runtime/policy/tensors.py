@@ -1,28 +1,32 @@
-"""A policy's tensors, numbers and structure: what workers need to act.
+"""A policy's tensors, numbers and structure: what workers need to act. How far these diverge.
 
 The structure is everything in the policy except its weights and its `Policy.numbers`. It travels
 once, as a pickle, and again when it has changed. Weights travel with each pull, numbers with each
 request. Float32 parameters may be rounded, see `differences`. All other tensors travel unrounded,
-because a buffer may belong to a normalizer or hold an index.
+because a buffer may belong to a normalizer or hold an index. The divergence of the policy is
+measured from the policies that workers acted on.
 """
 
 import contextlib
 import copy
 import io
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 import torch
 from torch import nn
 
-from ..arrays import map_tree
+from ..arrays import Frames, leaves, map_tree
 from ..errors import one_line
+from ..rollout import Part
 from .base import Policy
+from .sync import measured_states
 
 
 def to_tensors(observations: Any, policy: Policy, device: torch.device | str = "cpu") -> Any:
@@ -41,13 +45,13 @@ def numbers_of(policy: Policy) -> list[float]:
     Raises:
         ValueError: an attribute that `Policy.numbers` names is not a number.
     """
-    for name in policy.numbers:
-        if not isinstance(value := getattr(policy, name, None), Real):
+    found = {name: getattr(policy, name, None) for name in policy.numbers}
+    for name, value in found.items():
+        if not isinstance(value, Real):
             raise ValueError(
-                f"{name!r} is among the policy's numbers {policy.numbers!r}, but is not a number: "
-                f"{value!r}"
+                f"{name!r} is among the policy's numbers {policy.numbers!r}, but is {value!r}"
             )
-    return [float(getattr(policy, name)) for name in policy.numbers]
+    return [float(value) for value in found.values()]
 
 
 def set_numbers(policy: Policy, numbers: Sequence[float]) -> None:
@@ -99,10 +103,6 @@ def check_policy(policy: Any) -> None:
         )
     if not list(policy.parameters()):
         raise ValueError("the policy has no parameters, so there is nothing to learn or to pull")
-    if any(map(nn.parameter.is_lazy, _tensors(policy))):
-        raise ValueError(
-            "the policy has lazy modules that have not seen an input: call it once, then publish it"
-        )
 
 
 @contextlib.contextmanager
@@ -197,3 +197,76 @@ def _tensors(policy: Policy) -> list[torch.Tensor]:
 
 def _is_rounded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
+
+
+class Sample(NamedTuple):
+    """Some states that a worker acted on, and its policy's distribution parameters there.
+
+    They are sequences of ``num_steps`` steps if the policy has a state. Otherwise each sequence has
+    one step.
+    """
+
+    observations: Any  # (num_steps, batch, ...)
+    params: Any  # (num_steps, batch, ...)
+    starts: np.ndarray  # (num_steps, batch) bool, whether an episode begins there
+    states: Any  # (batch, ...), the policy's states before the first step; None if it has none
+
+    @classmethod
+    def of(cls, part: Part, rows: range) -> "Sample":
+        """Return the measured states of a worker's part.
+
+        The arrays are copies, because the user gets the part and may write to it, and because a
+        view would keep a whole message in memory.
+        """
+        number = len(leaves(part.params)[0]) // len(rows)
+        in_sequence = part.states is not None
+        places = measured_states(len(part.rewards), rows, number, in_sequence)
+        places = places.reshape(number if in_sequence else 1, -1)
+        # No starts at step 0: where an episode begins there, the part's states already are initial.
+        starts = np.zeros(part.rewards.shape, bool)
+        starts[1:] = (part.terminations | part.truncations)[:-1]
+
+        def at_places(leaf: Any) -> Any:
+            leaf = leaf.reshape(starts.size, *leaf.shape[2:])
+            return leaf.only(places) if isinstance(leaf, Frames) else leaf[places]
+
+        def in_order(leaf: np.ndarray) -> np.ndarray:
+            return leaf.reshape(*places.shape, *leaf.shape[1:]).copy()
+
+        observations = map_tree(at_places, part.observations)
+        states = map_tree(np.copy, part.states) if in_sequence else None
+        return cls(observations, map_tree(in_order, part.params), at_places(starts), states)
+
+
+@torch.no_grad()
+def divergence(policy: Policy, workers: Sequence[Sequence[Sample]]) -> np.ndarray:
+    """Return each worker's KL(behavior || policy) in nats, the mean over the states of its samples.
+
+    All sequences must have the same length. `Frames` are gathered only here, because images take
+    megabytes.
+    """
+    observations, acted, starts, states = zip(*itertools.chain(*workers), strict=True)
+    begins = np.concatenate(starts, 1)
+    state = None if states[0] is None else _concatenate(states, 0)
+    params = params_along(policy, _concatenate(observations, 1), begins, state)
+    acted = _concatenate(acted, 1)
+    behavior = map_tree(lambda leaf: torch.as_tensor(leaf, device=policy.device), acted)
+    flat = [map_tree(lambda leaf: leaf.flatten(0, 1), tree) for tree in (behavior, params)]
+    kl = policy.kl(*flat).view(begins.shape).mean(0)
+    sizes = [sum(part.starts.shape[1] for part in parts) for parts in workers]
+    firsts = np.cumsum([0, *sizes[:-1]])
+    return np.add.reduceat(kl.cpu().numpy(), firsts) / sizes
+
+
+@torch.no_grad()
+def params_along(policy: Policy, observations: Any, starts: np.ndarray, state: Any) -> Any:
+    """Return the parameters that `Policy.unroll` returns for arrays, in eval mode as on workers."""
+    begins = torch.tensor(starts, device=policy.device)
+    if state is not None:
+        state = map_tree(lambda leaf: torch.tensor(leaf, device=policy.device), state)
+    with eval_mode(policy):
+        return policy.unroll(to_tensors(observations, policy, policy.device), begins, state)[0]
+
+
+def _concatenate(trees: Sequence[Any], axis: int) -> Any:
+    return map_tree(lambda *arrays: np.concatenate(arrays, axis), *trees)

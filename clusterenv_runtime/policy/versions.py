@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..rollout import Part
     from .base import Policy
-    from .divergence import Sample
+    from .tensors import Sample
 
     # A message, and the weights that the worker then holds; None in their place if the head does
     # not keep these weights.
@@ -149,7 +149,7 @@ class PolicyStore:
         A divergence stays inf where measuring fails: parameters may not form a distribution, or the
         policy's own ``kl`` may fail.
         """
-        from .divergence import divergence
+        from .tensors import divergence
 
         if not copies:
             return
@@ -180,7 +180,7 @@ class PolicyStore:
 
     def acted(self, copy: PolicyCopy, part: Part) -> None:
         """Keep the measured states of a worker's part, with the distribution parameters there."""
-        from .divergence import Sample
+        from .tensors import Sample
 
         if part.version < self.since:
             return  # the part is of another structure
@@ -244,25 +244,21 @@ class PolicyStore:
         from .tensors import rounded_sizes
 
         weights, others = self.weights
-        exact = others.cpu().numpy()
         sizes = rounded_sizes(self._policy)
         held = None if copy.weights is None else copy.weights.to(weights.device)
         difference = Difference.between(held, weights, sizes) if self._rounds and sizes else None
-        if difference is not None:
-            packed = [np.frombuffer(each, np.uint8) for each in difference.pack()]
-            if sum(map(len, packed)) < weights.nbytes:
-                after = difference.added_to(held, sizes)
-                levels, check = difference.levels, checksum(after, others)
-                # Without room for these weights, the head sends all weights at the next pull.
-                of_others = {each.weights for each in self._copies if each is not copy} - {None}
-                held_bytes = sum(each.nbytes for each in of_others) + after.nbytes
-                kept = after if held_bytes <= HELD_BYTES else None
-                return self._message(levels, check, [*packed, exact]), kept
-        whole = [weights.cpu().numpy(), exact]
-        return self._message(WHOLE, checksum(weights, others), whole), None
-
-    def _message(self, levels: int, check: int, buffers: list[Any]) -> Weights:
-        return Weights(self.version, levels, check, self.since, self._numbers, buffers)
+        packed = [np.frombuffer(each, np.uint8) for each in difference.pack()] if difference else []
+        levels, after, kept = WHOLE, weights, None
+        if difference and sum(map(len, packed)) < weights.nbytes:
+            levels, after = difference.levels, difference.added_to(held, sizes)
+            # Without room for these weights, the head sends all weights at the next pull.
+            of_others = {each.weights for each in self._copies if each is not copy} - {None}
+            if sum(each.nbytes for each in of_others) + after.nbytes <= HELD_BYTES:
+                kept = after
+        buffers = [weights.cpu().numpy()] if levels == WHOLE else packed
+        buffers.append(others.cpu().numpy())
+        check = checksum(after, others)
+        return Weights(self.version, levels, check, self.since, self._numbers, buffers), kept
 
     def state_dict(self) -> dict[str, Any]:
         return {

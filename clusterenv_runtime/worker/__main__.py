@@ -1,4 +1,4 @@
-"""The command line of a worker."""
+"""A worker of a ClusterEnv: ``python -m clusterenv_runtime.worker``."""
 
 import argparse
 import contextlib
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
 
 from ..errors import StartupError
 from ..security import read_key_file
@@ -18,30 +17,20 @@ from .worker import Worker
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse ``arguments``, or the command line if ``arguments`` is None."""
-    parser = argparse.ArgumentParser(
-        prog="clusterenv_runtime.worker", description="A ClusterEnv environment worker."
-    )
+    parser = argparse.ArgumentParser(prog="clusterenv_runtime.worker", description=__doc__)
     add = parser.add_argument
-    add("--connect", required=True, metavar="ADDRESS", help="the head's address, in ZeroMQ's form")
-    add("--index", required=True, type=int, help="which of the head's workers this is, from 0")
+    add("--connect", required=True, metavar="ADDRESS", help="the head's address, as for ZeroMQ")
+    add("--index", required=True, type=int, help="which of the workers this is, from 0")
     add("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
     add("--head-timeout", type=float, default=30, help="seconds that the link may be silent")
-    add("--head-pid", type=int, help="the head's process ID, if it is the parent")
-    add("--head-directory", metavar="DIR", help="a directory to remove if that parent ends")
+    add("--head-pid", type=int, help="the head's process ID, on this machine")
+    add("--head-directory", metavar="DIR", help="a directory to remove if the head ends")
     add("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")
     return parser.parse_args(arguments)
 
 
-def main(
-    arguments: list[str] | None = None, head_has_left: Callable[[], bool] | None = None
-) -> None:
-    """Run a worker until the head ends it or is gone.
-
-    Args:
-        arguments: the arguments to parse instead of the command line's.
-        head_has_left: returns whether the head's process has ended, if it runs on this machine; by
-            default derived from ``--head-pid``.
-    """
+def main(arguments: list[str] | None = None) -> None:
+    """Run a worker until the head ends it or is gone."""
     args = parse(arguments)
     _handle_signals()
     for stream in sys.stdout, sys.stderr:
@@ -52,37 +41,17 @@ def main(
         keys = None if args.key_file is None else read_key_file(args.key_file)
     except StartupError as error:
         sys.exit(f"error: {error}")
-    timeouts = args.startup_timeout, args.head_timeout
-    head_has_left = head_has_left or _watch_parent(args.head_pid)
-    connection = Connection(args.connect, keys, *timeouts, head_has_left, args.head_directory)
+    connection = Connection(args, keys)
     worker = Worker(connection)
     try:
         with contextlib.suppress(End):
-            connection.greet(args.index)
+            connection.greet()
             worker.run()
     finally:
         worker.close()
         connection.close()
         warnings.simplefilter("ignore", ResourceWarning)  # the pulse stays open to the end
         gc.freeze()  # collecting torch's objects at exit would take most of a second
-
-
-def _watch_parent(head: int | None) -> Callable[[], bool] | None:
-    """Return a function that returns whether the head, this process's parent, has ended.
-
-    Return None if ``head`` is None, or is alive but not the parent.
-    """
-
-    def has_left() -> bool:
-        return os.getppid() not in (head, 0)  # 0 is a parent outside this PID namespace
-
-    if head is None:
-        return None
-    if has_left():
-        with contextlib.suppress(OSError):
-            os.kill(head, 0)
-            return None  # the head lives: this process's parent is a --worker-prefix
-    return has_left
 
 
 def _end(*_: object) -> None:

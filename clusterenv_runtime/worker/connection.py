@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import os
-import re
 import secrets
+import select
 import shutil
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 
 import zmq
@@ -39,28 +40,13 @@ class Connection:
     """Sends and receives messages. Ends the process when the head is gone, whatever it is doing.
 
     Args:
-        address: the head's address, as ZeroMQ writes it.
+        args: the worker's command line, see `__main__.parse`.
         keys: the run's keys, for tcp with CURVE; otherwise None.
-        startup_timeout: seconds to try to reach the head.
-        timeout: seconds that the link may be silent.
-        head_has_left: returns whether the head's process has ended; None if this process cannot
-            see it.
-        directory: a directory to remove once the head's process has ended.
     """
 
-    def __init__(
-        self,
-        address: str,
-        keys: WorkerKeys | None,
-        startup_timeout: float,
-        timeout: float,
-        head_has_left: Callable[[], bool] | None,
-        directory: str | None,
-    ) -> None:
-        self._startup_timeout = startup_timeout
-        self._sees_head = head_has_left is not None
-        self._head_has_left = head_has_left or (lambda: False)
-        self._directory = directory
+    def __init__(self, args: Namespace, keys: WorkerKeys | None) -> None:
+        self._args = args
+        self._head_has_left = watch(args.head_pid)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.routing_id = b"w" + secrets.token_bytes(16)  # cannot be guessed and taken over
@@ -74,10 +60,11 @@ class Connection:
         self._pulse = zmq.Context().socket(zmq.DEALER)
         self._pulse.routing_id = messages.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
-        messages.keep_alive(self._pulse, timeout)
+        messages.keep_alive(self._pulse, args.head_timeout)
         self._is_settled = threading.Event()  # see `settle`
         self._monitors = [
-            _dial(each, address, keys, timeout) for each in (self._pulse, self._socket)
+            _dial(each, args.connect, keys, args.head_timeout)
+            for each in (self._pulse, self._socket)
         ]
         # After this message the head expects the pulse to stay. If the head has already refused the
         # connection, the message cannot be sent, and this process will end.
@@ -86,20 +73,20 @@ class Connection:
         threading.Thread(target=self._exit_with_head, daemon=True).start()
         self.waited = 0.0  # seconds spent in `receive` since this was last set to 0
 
-    def greet(self, index: int) -> None:
-        """Send `Hello` as worker ``index`` until the head's first message arrives."""
-        host = re.sub(r"[^\w.:-]", "_", socket.gethostname(), flags=re.ASCII)[:255]
-        facts = messages.PROTOCOL_VERSION, index, host, os.getpid(), messages.shared_versions()
-        hello = messages.hello_frames(messages.Hello(*facts))
+    def greet(self) -> None:
+        """Send `Hello` until the head's first message arrives."""
+        host, pid, versions = socket.gethostname(), os.getpid(), messages.shared_versions()
+        hello = messages.Hello(messages.PROTOCOL_VERSION, self._args.index, host, pid, versions)
+        frames = messages.hello_frames(hello)
         start = time.monotonic()
         has_warned = False
-        self._socket.send_multipart(hello)
+        self._socket.send_multipart(frames)
         # One `Hello` is not enough: the head drops it while it does not know yet that the process
         # before this one is dead.
         while not self._socket.poll(HELLO_S * 1000):
-            self._socket.send_multipart(hello)
+            self._socket.send_multipart(frames)
             waited = time.monotonic() - start
-            if waited > self._startup_timeout and not has_warned:
+            if waited > self._args.startup_timeout and not has_warned:
                 has_warned = True
                 logger.warning(
                     "no response for %.0f s: the head is busy, or does not expect this worker",
@@ -144,14 +131,14 @@ class Connection:
         self._tidy_up()
 
     def _tidy_up(self) -> None:
-        if self._head_has_left() and self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._head_has_left() and self._args.head_directory is not None:
+            shutil.rmtree(self._args.head_directory, ignore_errors=True)
 
     def _exit_with_head(self) -> None:
         with contextlib.suppress(zmq.ContextTerminated):  # `close` terminates the context
             logger.error("%s: exiting", self._wait_until_head_is_gone())
             # A process's links close a moment before the process has ended.
-            for _ in range(100 if self._sees_head else 0):
+            for _ in range(100 if self._args.head_pid else 0):
                 if not self._head_has_left():
                     time.sleep(0.01)
             self._tidy_up()
@@ -163,7 +150,7 @@ class Connection:
     def _wait_until_head_is_gone(self) -> str:
         """Wait until there is no head, and return why. Read the pulse's pings until then."""
         gone = "there is no head at the other end"
-        deadline = time.monotonic() + self._startup_timeout
+        deadline = time.monotonic() + self._args.startup_timeout
         connected: set[zmq.Socket[bytes]] = set()
         poller = zmq.Poller()
         for each in (self._pulse, *self._monitors):
@@ -211,3 +198,16 @@ def _dial(
     socket.ipv6 = "[" in address
     socket.connect(os.fsencode(address))  # the path of a socket file need not be UTF-8
     return monitor
+
+
+def watch(head: int | None) -> Callable[[], bool]:
+    """Return a function that returns whether the head's process is seen to have ended."""
+    if head is None:
+        return lambda: False
+    try:
+        descriptor = os.pidfd_open(head)
+    except ProcessLookupError:
+        return lambda: os.getppid() > 0  # 0 is a parent outside this PID namespace, as the head is
+    except OSError:  # the system forbids it
+        return lambda: False
+    return lambda: bool(select.select([descriptor], [], [], 0)[0])

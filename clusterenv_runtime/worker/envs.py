@@ -25,8 +25,8 @@ from .rows import Row, find_wrapper, seed_globals
 
 if TYPE_CHECKING:
     from ..policy.actor import Actor
+    from ..setup import EnvFns
 
-EnvFns = Sequence[Callable[[], gym.Env]] | Callable[[int], VectorEnv]
 # The end of an episode: its row, its last observation, and its return and length; no numbers if
 # these are the sums of what was seen, and None if another episode goes on inside.
 Ended = tuple[int, Any, tuple[float, int] | tuple[()] | None]
@@ -84,10 +84,10 @@ class WorkerEnvs:
 
         try:
             if callable(env_fns):
-                self._envs: VectorEnv = build(env_fns, rows[0], len(rows))
-                self._mode = _mode_of(self._envs, len(rows))
-                if type(self._envs) is SyncVectorEnv:  # as if the user had given a list
-                    pairs = zip(self._envs.envs, rows, strict=True)
+                self.vector: VectorEnv = build(env_fns, rows[0], len(rows))
+                self._mode = _mode_of(self.vector, len(rows))
+                if type(self.vector) is SyncVectorEnv:  # as if the user had given a list
+                    pairs = zip(self.vector.envs, rows, strict=True)
                     self._rows = [Row(*pair) for pair in pairs]
             else:
                 self._mode = autoreset_mode
@@ -95,15 +95,15 @@ class WorkerEnvs:
                     self._rows.append(Row(build(make, number), number))
             if self._rows:
                 builders = [lambda row=row: row for row in self._rows]
-                self._envs = RowEnvs(builders, copy=False, autoreset_mode=self._mode)
-            self._space = self._envs.single_observation_space
+                self.vector = RowEnvs(builders, copy=False, autoreset_mode=self._mode)
+            self._space = self.vector.single_observation_space
             self._stacks = _stacks(self._space, frame_stack)
         except BaseException:
             self.close()
             raise
         # The info key under which a vector environment reports the episodes that count.
-        own = find_wrapper(self._envs, RecordVectorStatistics)
-        keeps = getattr(self._envs.unwrapped, "keeps_episodes", False)
+        own = find_wrapper(self.vector, RecordVectorStatistics)
+        keeps = getattr(self.vector.unwrapped, "keeps_episodes", False)
         self._statistics_key = own._stats_key if own else "episode" if keeps else None
         self._observations: Any = None  # after the last reset or step
         self._room = create_empty_array(self._space, self.num_envs)  # for those of a rollout
@@ -111,12 +111,11 @@ class WorkerEnvs:
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, np.int64)
         self._must_reset = False  # whether lost episodes cannot be shown as truncated
-        self._lost: tuple[Any, np.ndarray] | None = None  # for `cut_off`, after the first reset
         self._has_acted = False  # whether a policy has acted
 
     def describe(self) -> dict[str, Any]:
         """Return what the head must know about these environments."""
-        envs = self._envs
+        envs = self.vector
         return {
             "observation_space": envs.single_observation_space,
             "action_space": envs.single_action_space,
@@ -137,34 +136,35 @@ class WorkerEnvs:
         self._ended[chosen] = False
         self._returns[chosen] = self._lengths[chosen] = 0
         self._must_reset &= mask is not None
-        lost, self._lost = self._lost, None
         if mask is not None:
             options = {**(options or {}), "reset_mask": mask}
         seed: Any = list(seeds) if any(each is not None for each in seeds) else None
         if seed and not self._rows:
             seed_globals(seed[0] or 0, self._numbers[0])
             # Other vector environments take only the seed of their first environment.
-            if not isinstance(self._envs.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-                seed = seed if getattr(self._envs.unwrapped, "takes_seeds", False) else seed[0]
-        observations, infos = self._envs.reset(seed=seed, options=options)
+            if not isinstance(self.vector.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+                seed = seed if getattr(self.vector.unwrapped, "takes_seeds", False) else seed[0]
+        observations, infos = self.vector.reset(seed=seed, options=options)
         if mask is not None and self._rows:
             # The vector environment has not seen the steps of the last rollout.
-            observations = _merge(self._space, mask, observations, self._observations)
+            space, room = self.vector.observation_space, create_empty_array(self._space, len(mask))
+            choices = zip(
+                mask, iterate(space, observations), iterate(space, self._observations), strict=True
+            )
+            rows = [new if is_new else old for is_new, new, old in choices]
+            observations = concatenate(self._space, rows, room)
         self._observations = observations
-        if lost is not None:
-            self.cut_off(*lost)
         return deepcopy(observations), infos
 
     def step(self, actions: Any) -> tuple[Any, ...]:
         """Step each environment. Return observations, rewards, terminations, truncations, infos."""
         if self._must_reset:
             raise RuntimeError(
-                "this worker's process was replaced, and environments that one function makes "
-                "begin anew then: `reset` them"
+                "this worker was replaced, and a vector environment then begins anew: `reset` it"
             )
         # In these rows, the step is a reset.
         is_reset = self._ended & (self._mode == AutoresetMode.NEXT_STEP)
-        self._observations, rewards, terminations, truncations, infos = self._envs.step(actions)
+        self._observations, rewards, terminations, truncations, infos = self.vector.step(actions)
         ended = terminations | truncations
         self._returns += rewards
         self._lengths += ~is_reset
@@ -174,21 +174,13 @@ class WorkerEnvs:
 
     def cut_off(self, seen: Any, ended: np.ndarray) -> None:
         """Continue for a process that has died, see `messages.CutOff`."""
-        if self._observations is None:  # the first reset comes next
-            self._lost = seen, ended
-        elif not self._has_acted:  # otherwise the user has yet to see that rollout
+        if not self._has_acted:  # otherwise the user has yet to see that rollout
             self._must_reset, self._ended = not self._rows, ended.copy()
-            space, seen = self._envs.observation_space, deepcopy(seen)
+            space, seen = self.vector.observation_space, deepcopy(seen)
             begun = iterate(space, deepcopy(self._observations))
             shown = zip(iterate(space, seen), ended.tolist(), strict=True)
             for row, first, row._seen in zip(self._rows, begun, shown, strict=False):
                 row._begun, self._observations = row._begun or (first, row._info), seen
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return self._envs.call(name, *args, **kwargs)
-
-    def set_attr(self, name: str, values: list[Any]) -> None:
-        self._envs.set_attr(name, values)
 
     def collect(self, actor: Actor, request: Collect) -> Part:
         """Act and step as asked for. Reset environments in the step that ends an episode."""
@@ -205,7 +197,7 @@ class WorkerEnvs:
         )
         rewards = np.empty(shape)
         terminations, truncations = np.zeros((2, *shape), bool)
-        infos = Infos(shape)
+        infos: dict[str, np.ndarray] = {}
         finals: list[Any] = []  # the last observations of ended episodes
         episodes: list[tuple[int, float, int]] = []  # step * num_envs + row, return, length
         advance = self._step_rows if self._rows else self._step_vector
@@ -213,7 +205,7 @@ class WorkerEnvs:
         for step in range(num_steps):
             actions = actor.act(self._write(observations, step), starts)
             results = rewards[step], terminations[step], truncations[step]
-            ends = advance(actions, *results, partial(infos.add, step))
+            ends = advance(actions, results, partial(_add_info, infos, shape, step))
             starts = terminations[step] | truncations[step]
             self._returns += rewards[step]
             self._lengths += 1
@@ -237,7 +229,7 @@ class WorkerEnvs:
             episodes=numbers.astype(np.int64),
             episodic_returns=returns.copy(),
             episodic_lengths=lengths.astype(np.int64),
-            infos=infos.values,
+            infos=infos,
             **self._fold(observations, final, terminations | truncations),
             **actor.finish(),
         )
@@ -247,17 +239,17 @@ class WorkerEnvs:
     def _step_rows(
         self,
         actions: Any,
-        rewards: np.ndarray,
-        terminations: np.ndarray,
-        truncations: np.ndarray,
+        results: Sequence[np.ndarray],
         add_info: Callable[..., None],
     ) -> list[Ended]:
         """Step each row, and reset it if its episode ends. Return the ends of episodes.
 
-        `SyncVectorEnv.step` would do the same, but takes several microseconds for each row.
+        Write rewards, terminations and truncations to ``results``. `SyncVectorEnv.step` would do
+        the same, but takes several microseconds for each row.
         """
+        rewards, terminations, truncations = results
         ends, observations = [], []
-        pairs = zip(self._rows, iterate(self._envs.action_space, actions), strict=True)
+        pairs = zip(self._rows, iterate(self.vector.action_space, actions), strict=True)
         for i, (row, action) in enumerate(pairs):
             observation, rewards[i], terminated, truncated, info = row.step(action)
             for key in self._info_keys:
@@ -274,13 +266,12 @@ class WorkerEnvs:
     def _step_vector(
         self,
         actions: Any,
-        rewards: np.ndarray,
-        terminations: np.ndarray,
-        truncations: np.ndarray,
+        results: Sequence[np.ndarray],
         add_info: Callable[..., None],
     ) -> list[Ended]:
         """Step the user's vector environment, like `_step_rows`."""
-        self._observations, rewards[:], terminations[:], truncations[:], infos = self._envs.step(
+        rewards, terminations, truncations = results
+        self._observations, rewards[:], terminations[:], truncations[:], infos = self.vector.step(
             actions
         )
         ended = terminations | truncations
@@ -296,16 +287,16 @@ class WorkerEnvs:
             return []
         batch = infos["final_obs"] if has_reset else self._observations
         if not (isinstance(batch, np.ndarray) and batch.dtype == object):
-            batch = list(iterate(self._envs.observation_space, deepcopy(batch)))
+            batch = list(iterate(self.vector.observation_space, deepcopy(batch)))
         if not has_reset:
-            self._observations, _ = self._envs.reset(options={"reset_mask": ended})
-        key = self._statistics_key
-        own = infos.get(key, of_ends.get(key))
+            self._observations, _ = self.vector.reset(options={"reset_mask": ended})
+        key, told = self._statistics_key, {**of_ends, **infos}
+        own = told.get(key)
         ends: list[Ended] = []
         for row in np.flatnonzero(ended).tolist():
             counts: tuple[Any, ...] | None = ()
             if key is not None:
-                is_reported = own is not None and {**of_ends, **infos}[f"_{key}"][row]
+                is_reported = own is not None and told[f"_{key}"][row]
                 counts = (float(own["r"][row]), int(own["l"][row])) if is_reported else None
             ends.append((row, batch[row], counts))
         return ends
@@ -337,8 +328,8 @@ class WorkerEnvs:
         with contextlib.ExitStack() as stack:
             for row in self._rows:
                 stack.callback(row.close)
-            if not self._rows and hasattr(self, "_envs"):
-                self._envs.close()
+            if not self._rows and hasattr(self, "vector"):
+                self.vector.close()
 
 
 class RowEnvs(SyncVectorEnv):
@@ -362,48 +353,37 @@ def _copied(info: Any) -> Any:
     return info.copy() if isinstance(info, np.ndarray) else info
 
 
-class Infos:
-    """The infos that a rollout keeps, zero where a step had none."""
+def _add_info(
+    infos: dict[str, np.ndarray],
+    shape: tuple[int, int],
+    step: int,
+    key: str,
+    rows: Any,
+    values: np.ndarray,
+) -> None:
+    """Keep an info's values ``(rows, ...)`` in some rows of a step, zero where a step has none.
 
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self._shape = shape
-        self.values: dict[str, np.ndarray] = {}
-
-    def add(self, step: int, key: str, rows: Any, values: np.ndarray) -> None:
-        """Keep an info's values in some rows of a step, ``(rows, ...)``.
-
-        Raises:
-            ValueError: these are no numbers, or have another shape than the values before.
-        """
-        if values.dtype.kind not in "biuf":
-            raise ValueError(
-                f"info {key!r} has no place in a rollout: it is neither a number nor an array of "
-                "numbers"
-            )
-        dtype = values.dtype if values.ndim > 1 else np.dtype(np.float64)
-        if key not in self.values:
-            self.values[key] = np.zeros(self._shape + values.shape[1:], dtype)
-            self.values[f"_{key}"] = np.zeros(self._shape, bool)
-        kept = self.values[key]
-        if kept.shape[2:] != values.shape[1:]:
-            raise ValueError(
-                f"info {key!r} must have the same shape in all steps, got {kept.shape[2:]} and "
-                f"{values.shape[1:]}"
-            )
-        self.values[key] = kept = kept.astype(np.result_type(kept, dtype), copy=False)
-        kept[step, rows] = values
-        self.values[f"_{key}"][step, rows] = True
-
-
-def _merge(space: gym.Space, mask: np.ndarray, there: Any, elsewhere: Any) -> Any:
-    """Return a batch with the rows of ``there`` where ``mask`` is True, otherwise ``elsewhere``."""
-
-    def merge(left: Any, right: Any) -> Any:
-        if isinstance(left, np.ndarray):
-            return np.where(mask.reshape(-1, *[1] * (left.ndim - 1)), left, right)
-        return tuple(pair[not chosen] for chosen, *pair in zip(mask, left, right, strict=True))
-
-    return map_space(merge, space, there, elsewhere)
+    Raises:
+        ValueError: these are no numbers, or have another shape than the values before.
+    """
+    if values.dtype.kind not in "biuf":
+        raise ValueError(
+            f"info {key!r} has no place in a rollout: it is neither a number nor an array of "
+            "numbers"
+        )
+    dtype = values.dtype if values.ndim > 1 else np.dtype(np.float64)
+    if key not in infos:
+        infos[key] = np.zeros(shape + values.shape[1:], dtype)
+        infos[f"_{key}"] = np.zeros(shape, bool)
+    kept = infos[key]
+    if kept.shape[2:] != values.shape[1:]:
+        raise ValueError(
+            f"info {key!r} must have the same shape in all steps, got {kept.shape[2:]} and "
+            f"{values.shape[1:]}"
+        )
+    infos[key] = kept = kept.astype(np.result_type(kept, dtype), copy=False)
+    kept[step, rows] = values
+    infos[f"_{key}"][step, rows] = True
 
 
 def _mode_of(envs: VectorEnv, num_envs: int) -> AutoresetMode:
@@ -416,10 +396,9 @@ def _mode_of(envs: VectorEnv, num_envs: int) -> AutoresetMode:
     if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.DISABLED):
         stated = "states no autoreset mode" if mode is None else "has the autoreset mode 'NextStep'"
         raise ValueError(
-            f"{name} {stated}, but ClusterEnv needs 'SameStep' or 'Disabled' where one function "
-            "makes all environments: make it with autoreset_mode='SameStep' (a SyncVectorEnv with "
-            "gym.make_vec(..., vector_kwargs={'autoreset_mode': 'SameStep'})), or give ClusterEnv "
-            "a list of functions that make one environment each"
+            f"{name} {stated}: make it with autoreset_mode='SameStep' or 'Disabled' (gym.make_vec "
+            "with vector_kwargs={'autoreset_mode': 'SameStep'}), or give ClusterEnv a list of "
+            "functions that make one environment each"
         )
     return AutoresetMode(mode)
 
@@ -435,7 +414,7 @@ def _stacks(space: gym.Space, frame_stack: int | None) -> Any:
     if frame_stack is not None and not any(leaves(stacks)):
         raise ValueError(
             f"frame_stack is {frame_stack}, but no observation is a stack of {frame_stack} arrays: "
-            f"{space}; Gymnasium's wrapper FrameStackObservation makes stacks"
+            f"{space} (FrameStackObservation makes stacks)"
         )
     return stacks
 
@@ -447,15 +426,15 @@ def _check_finite(part: Part, observations: Any, rows: range) -> None:
     either, these are the reason.
     """
     name, wrong = "rewards", ~np.isfinite(part.rewards)
-    if not (wrong.any() or np.isfinite(part.logprobs).all()):
-        name, wrong = "observations", not_finite(observations, 2)
-        wrong &= ~np.isfinite(part.logprobs).all(0)
+    if not wrong.any():
+        if (finite := np.isfinite(part.logprobs)).all():
+            return
+        name, wrong = "observations", not_finite(observations, 2) & ~finite.all(0)
         if not wrong.any():
             raise ValueError("log-probabilities are not finite: has the policy diverged?")
-    if wrong.any():
-        found = [rows[row] for row in np.flatnonzero(wrong.any(0))]
-        step = int(wrong.any(1).argmax())
-        raise EnvRaised(found[0]) from ValueError(
-            f"not all {name} are finite from step {step} of the rollout on: environment "
-            + ", ".join(map(str, found))
-        )
+    found = [rows[row] for row in np.flatnonzero(wrong.any(0))]
+    step = int(wrong.any(1).argmax())
+    raise EnvRaised(found[0]) from ValueError(
+        f"not all {name} are finite from step {step} of the rollout on: environment "
+        + ", ".join(map(str, found))
+    )

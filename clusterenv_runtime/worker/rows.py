@@ -9,8 +9,6 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Dict, Graph, Text, Tuple
-from gymnasium.spaces import Sequence as SequenceSpace
 from gymnasium.vector import VectorWrapper
 from gymnasium.wrappers import RecordEpisodeStatistics
 
@@ -18,7 +16,6 @@ from ..errors import EnvRaised
 from .connection import End
 
 NUMBERS = {float, int, bool, np.float64, np.float32}
-WITHOUT_SHAPE = Dict, Tuple, Graph, SequenceSpace, Text
 
 
 class Row:
@@ -30,8 +27,7 @@ class Row:
     def __init__(self, env: Any, number: int) -> None:
         self._env = env
         self._number = number
-        space = env.observation_space
-        self._shape = None if isinstance(space, WITHOUT_SHAPE) else space.shape
+        self._shape = env.observation_space.shape  # None for Dict, Text and others
         self._statistics = find_wrapper(env, RecordEpisodeStatistics)
         self._before = 0, 0.0  # the state of the statistics before the step
         self._info: dict[str, Any] = {}  # of the last reset
@@ -72,15 +68,15 @@ class Row:
             if type(reward) not in NUMBERS:
                 reward = _number(reward)
             if self._shape is not None and getattr(observation, "shape", ()) != self._shape:
-                self._check(observation)
+                self._check(np.shape(observation))
         except BaseException as error:
             raise self._raised(error) from error
         if terminated or truncated:
             observation = deepcopy(observation)  # the reset may overwrite it
         return observation, reward, terminated, truncated, info
 
-    def _check(self, observation: Any) -> None:
-        if (shape := np.shape(observation)) != self._shape:
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if shape != self._shape:
             raise ValueError(f"its observation must have the shape {self._shape}, got {shape}")
 
     def _continue(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:

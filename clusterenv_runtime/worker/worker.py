@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ LOOK_S = 0.1  # seconds between looks for messages while a worker acts
 IN_EPISODES = (
     messages.Reset | messages.Step | messages.CutOff | messages.Collect | messages.Evaluate
 )
-UNREADABLE = "<exception str() failed>"  # as in Python's tracebacks
 EVALUATED_STEPS = 32  # steps that an evaluation takes at once in each environment
 
 
@@ -52,8 +51,6 @@ class Worker:
         self._actor: Actor | None = None
         self._has_failed = False  # whether a request failed since the last full reset
         self._next_look = 0.0  # the time of the next look for messages while acting
-        # The seeds of the reset that must follow an evaluation; otherwise None.
-        self._next_seeds: list[int] | None = None
 
     def run(self) -> None:
         """Answer requests until the head sends `Close` or an error ends the worker."""
@@ -74,7 +71,7 @@ class Worker:
 
     def _answer(self, seq: int | None, message: Message) -> None:
         if isinstance(message, messages.Reset) and message.mask is None:
-            self._has_failed, self._next_seeds = False, None
+            self._has_failed = False
         if self._has_failed and isinstance(message, IN_EPISODES):
             return  # the head has given up this request
         try:
@@ -83,8 +80,9 @@ class Worker:
             raise
         except BaseException as error:
             is_fatal = isinstance(message, messages.Setup | messages.Structure)
-            self._has_failed |= isinstance(message, IN_EPISODES)
-            self._send(seq, self._describe(error, is_fatal, isinstance(message, IN_EPISODES)))
+            ends_episodes = isinstance(message, IN_EPISODES)
+            self._has_failed |= ends_episodes
+            self._send(seq, self._describe(error, is_fatal, ends_episodes))
             if is_fatal:
                 raise End from error
 
@@ -104,14 +102,15 @@ class Worker:
         env = None
         if isinstance(error, EnvRaised):
             env, error = error.env, error.__cause__
+        described = traceback.TracebackException.from_exception(error)
         return messages.Error(
             env=env,
             kind=f"{type(error).__module__}.{type(error).__qualname__}",
-            text=_attempt(lambda: str(error), UNREADABLE),
-            traceback=_attempt(lambda: "".join(traceback.format_exception(error)), UNREADABLE),
+            text=str(described),  # also of an exception whose own code raises
+            traceback="".join(described.format()),
             fatal=fatal,
             ends_episodes=ends_episodes,
-            exception=_attempt(lambda: pack_exception(error, self._allowed), None),
+            exception=pack_exception(error, self._allowed),
         )
 
     def _handle(self, seq: int | None, message: Message) -> Reply | Part:
@@ -136,9 +135,9 @@ class Worker:
                 self._envs.cut_off(message.seen, message.ended)
             case messages.Call():
                 args, kwargs = pickle.loads(message.arguments)
-                return Reply(self._envs.call(message.name, *args, **kwargs))
+                return Reply(self._envs.vector.call(message.name, *args, **kwargs))
             case messages.SetAttr():
-                self._envs.set_attr(message.name, pickle.loads(message.values))
+                self._envs.vector.set_attr(message.name, pickle.loads(message.values))
             case messages.Structure():
                 self._load_structure(message.pickled)
             case messages.Evaluate():
@@ -160,46 +159,46 @@ class Worker:
         )
         self._connection.settle()
         told = self._envs.describe()
-        metadata, _ = sendable(told["metadata"], self._allowed)
-        return {**told, "metadata": metadata}
+        told["metadata"], _ = sendable(told["metadata"], self._allowed)
+        return told
 
     def _load_structure(self, pickled: bytes) -> None:
-        _import_torch()
+        if self._actor is None:
+            self._actor = self._new_actor()
+        self._actor.load_structure(pickle.loads(pickled))
+
+    def _new_actor(self, takes_mode: bool = False) -> Actor:
+        """Import torch, which a worker that only steps does not need."""
+        import torch
+        from torch.distributions import Distribution
+
         from ..policy.actor import Actor
 
-        if self._actor is None:
-            self._actor = Actor(self._take_in)
-        self._actor.load_structure(pickle.loads(pickled))
+        Distribution.set_default_validate_args(False)  # `envs` checks what comes of NaN
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # the machine's other cores are for other workers
+        return Actor(self._take_in, takes_mode)
 
     def _collect(self, seq: int | None, request: messages.Collect) -> Part:
         if self._rule.wants_pull(self._actor.version, request):
             self._pull(seq)
         waited, self._connection.waited = self._connection.waited, 0.0
-        if self._next_seeds is not None:
-            self._envs.reset(self._next_seeds)
-            self._next_seeds = None
         part = self._envs.collect(self._actor, request)
         part.waited = waited
         return part
 
     def _evaluate(self, request: messages.Evaluate) -> tuple[np.ndarray, ...]:
         """Play episodes with an actor that shares nothing with the one for training."""
-        _import_torch()
-        from ..policy.actor import Actor
-
-        actor = Actor(self._take_in, request.deterministic)
+        actor = self._new_actor(request.deterministic)
         actor.load(pickle.loads(request.structure), request.weights)
-        self._next_seeds = request.seeds
         self._envs.reset([request.seed + row for row in self._rows])
-        scores = Scores(request.episodes, request.max_steps)
         numbers, seed = request.numbers, request.seed % 2**62
-        for chunk in itertools.count():
-            collect = messages.Collect(
-                EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed, rollout=chunk
-            )
-            scores.add(self._envs.collect(actor, collect))
-            if scores.are_complete:
-                return scores.arrays()
+        next_steps = partial(messages.Collect, EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed)
+        chunks = itertools.count()
+        parts = (self._envs.collect(actor, next_steps(rollout=chunk)) for chunk in chunks)
+        found = scores(parts, request.episodes, request.max_steps)
+        self._envs.reset(request.seeds)
+        return found
 
     def _take_in(self) -> None:
         """Keep messages that arrive while this worker acts. `Close` ends it between two steps."""
@@ -231,74 +230,36 @@ class Worker:
             self._later.append((seq, message))
 
 
-class Scores:
-    """The scores of an evaluation: the first episodes of each of a worker's environments.
+def scores(
+    parts: Iterable[Part], episodes: Sequence[int], max_steps: int
+) -> tuple[np.ndarray, ...]:
+    """Return the scores of each environment's first episodes, see `messages.Evaluate`.
 
-    Args:
-        wanted: how many episodes of each environment count.
-        max_steps: the steps after which an episode is abandoned; it counts as far as it went.
+    An episode is abandoned after ``max_steps``, and counts as far as it went. Its rest does not
+    count, unless it lasts for ``max_steps`` again.
     """
-
-    def __init__(self, wanted: Sequence[int], max_steps: int) -> None:
-        self._missing = list(wanted)
-        self._max_steps = max_steps
-        # By environment, the return and the length of each episode, and whether it has ended.
-        self._found: list[list[tuple[float, int, bool]]] = [[] for _ in wanted]
-        self._returns = np.zeros(len(wanted))  # returns of the current episodes
-        self._lengths = np.zeros(len(wanted), np.int64)
-        self._was_left = np.zeros(len(wanted), bool)  # whether an abandoned episode goes on
-
-    @property
-    def are_complete(self) -> bool:
-        return not any(self._missing)
-
-    def add(self, part: Part) -> None:
-        """Add the next steps of all environments, and count the episodes in them."""
+    num_envs = len(episodes)
+    found: list[list[tuple[float, int, bool]]] = [[] for _ in episodes]
+    returns, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)  # of the current episodes
+    was_left = np.zeros(num_envs, bool)  # whether the rest of an abandoned episode is under way
+    for part in parts:
         counts = zip(part.episodic_returns.tolist(), part.episodic_lengths.tolist(), strict=True)
         ends = dict(zip(part.episodes.tolist(), counts, strict=True))
-        num_envs = len(self._missing)
         for step, rewards in enumerate(part.rewards):
-            self._returns += rewards
-            self._lengths += 1
-            for row in range(num_envs):
+            returns += rewards
+            lengths += 1
+            for row, wanted in enumerate(episodes):
                 end = ends.get(step * num_envs + row)
-                if end is not None or self._lengths[row] >= self._max_steps:
-                    self._end(row, end)
-
-    def _end(self, row: int, counts: tuple[float, int] | None) -> None:
-        """Note an episode that has ended or, without ``counts``, is abandoned.
-
-        The rest of an abandoned episode does not count, unless it lasts for ``max_steps`` again.
-        """
-        has_ended = counts is not None
-        is_rest = has_ended and self._was_left[row]
-        if self._missing[row] and not is_rest:
-            seen = float(self._returns[row]), int(self._lengths[row])
-            self._found[row].append((*(counts or seen), has_ended))
-            self._missing[row] -= 1
-        self._was_left[row] = not has_ended
-        self._returns[row] = self._lengths[row] = 0
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """Return the returns, the lengths, and which episodes ended, by environment, then time."""
-        episodes = [each for of_one in self._found for each in of_one]
-        returns, lengths, ended = zip(*episodes, strict=True)
-        return np.array(returns), np.array(lengths, np.int64), np.array(ended)
-
-
-def _import_torch() -> None:
-    """Import torch, which a worker that only steps does not need."""
-    import torch
-    from torch.distributions import Distribution
-
-    Distribution.set_default_validate_args(False)  # `envs` checks what comes of NaN
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # the machine's other cores are for other workers
-
-
-def _attempt(function: Callable[[], Any], otherwise: Any) -> Any:
-    """Return what ``function`` returns about an error, even if the error's own code raises."""
-    try:
-        return function()
-    except BaseException:
-        return otherwise
+                if end is None and lengths[row] < max_steps:
+                    continue
+                is_rest = end is not None and was_left[row]
+                if len(found[row]) < wanted and not is_rest:
+                    seen = float(returns[row]), int(lengths[row])
+                    found[row].append((*(end or seen), end is not None))
+                was_left[row] = end is None
+                returns[row] = lengths[row] = 0
+        if [*map(len, found)] == list(episodes):
+            break
+    columns = zip(*itertools.chain(*found), strict=True)
+    dtypes = np.float64, np.int64, np.bool_
+    return tuple(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
