@@ -184,12 +184,13 @@ class Run:
     def setup(self) -> Iterator[None]:
         """Make the environments in this block, and check their spaces.
 
-        If flags are wrong, remove the directory of a new run, and raise a `ScriptError`.
+        If flags are wrong, remove the directory of a new run, and raise a `ScriptError`. Remove it
+        also if a signal ends the wait for workers.
         """
         try:
             with one_line_for_environments(self.args):
                 yield
-        except ScriptError:
+        except (ScriptError, SystemExit):
             self._progress.close()
             if self._is_new:
                 self.writer.close()

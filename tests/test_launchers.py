@@ -279,17 +279,17 @@ def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun(monkeypatch, path):
         (
             "--run-name ../there",
             {},
-            "run_name is '../there': it must be of letters",
+            "--run-name must be of letters",
         ),
         (
             "--dry-run --exp-name ../there",
             {},
-            "exp_name is '../there': it must be of letters",
+            "--exp-name must be of letters",
         ),
         (
             "--dry-run --exp-name=",
             {},
-            "exp_name is '': it must be of letters",
+            "--exp-name must be of letters",
         ),
     ],
 )

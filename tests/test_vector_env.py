@@ -255,7 +255,7 @@ def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, me
     getattr(counting, f"{pending}_async")(*arguments[pending])
     text = (
         rf"Calling `{method}(_async)?` while waiting for a pending call to `{pending}` to "
-        rf"complete\."
+        rf"complete: call `{pending}_wait` first\."
     )
     with pytest.raises(AlreadyPendingCallError, match=text) as caught:
         getattr(counting, method)(*arguments[method])

@@ -157,7 +157,7 @@ class Job:
 
 
 def checkpoints(run):
-    return [int(path.name.split("-")[1]) for path in run.glob("checkpoint-*.pt")]
+    return [int(path.stem.split("-")[1]) for path in run.glob("checkpoint-*.pt")]
 
 
 def left_in(run):
