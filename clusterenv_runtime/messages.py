@@ -36,7 +36,7 @@ PROTOCOL_VERSION = 16
 MAX_HELLO = 2**16  # bytes
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:!+-]{0,255}\Z")]
 CURVE_BYTES = 33  # bytes that CURVE adds to a frame
-PULSE_S = 0.05  # seconds, at most, between a worker's signs of life
+PULSE_S = 0.05  # seconds, at most, between signs of life of one of few workers
 
 
 # Messages from head to worker.
@@ -285,7 +285,7 @@ def set_limit(socket: zmq.Socket[bytes]) -> None:
     socket.maxmsgsize = MAX_FRAME + CURVE_BYTES  # libzmq counts the bytes on the wire
 
 
-def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
+def keep_alive(socket: zmq.Socket[bytes], silence: float, pulse: float = PULSE_S) -> None:
     """Cut off a head that is silent for ``silence`` seconds, and have the head do the same.
 
     ZMTP's PING tells the head how long to wait. Other messages on the connection would put off the
@@ -297,7 +297,7 @@ def keep_alive(socket: zmq.Socket[bytes], silence: float) -> None:
     milliseconds = max(int(min(silence, 10**6) * 750), 1)
     socket.heartbeat_timeout = milliseconds
     socket.heartbeat_ttl = min(max(milliseconds, 100), 65_500)
-    socket.heartbeat_ivl = max(min(milliseconds // 3, int(PULSE_S * 1000)), 1)
+    socket.heartbeat_ivl = max(min(milliseconds // 3, int(pulse * 1000)), 1)
 
 
 def pulse_of(identity: bytes) -> bytes:

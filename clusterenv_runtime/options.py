@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from .launchers import Launcher, make_launcher
+from .messages import PULSE_S
 from .policy.sync import SyncRule
 from .security import HeadKeys, read_key_file
 
@@ -133,6 +134,9 @@ class ClusterOptions:
         flags = ["--connect", address]
         flags += ["--key-file", str(key_file)] if key_file else []
         flags += ["--startup-timeout", str(self.startup_timeout)]
+        # A thousand workers' signs of life would otherwise take half of two cores.
+        pulse = self.num_workers / 1000
+        flags += ["--pulse", str(pulse)] if pulse > PULSE_S else []
         return [*flags, "--head-timeout", str(self.worker_timeout)]
 
     def check(self, launcher: Launcher) -> str | None:

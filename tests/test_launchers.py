@@ -22,6 +22,7 @@ from clusterenv_runtime.extras.slurm import Allocation, SlurmLauncher
 from clusterenv_runtime.head import workers as supervision
 from clusterenv_runtime.launchers import ExternalLauncher, LocalLauncher
 from clusterenv_runtime.launchers.local import VARIABLE
+from clusterenv_runtime.options import ClusterOptions
 from clusterenv_runtime.security import HeadKeys, WorkerKeys, read_key_file
 from clusterenv_runtime.worker.__main__ import parse
 from clusterenv_utils.arguments import ScriptArgs
@@ -666,3 +667,13 @@ def test_a_launcher_checks_the_workers_that_start():
     launcher = Checked()
     ClusterEnv([CountingEnv] * 2, 8, launcher=launcher).close()
     assert launcher.checked == 2
+
+
+@pytest.mark.parametrize(("number", "pulse"), [(50, []), (400, ["--pulse", "0.4"])])
+def test_many_workers_show_less_often_that_they_live(number, pulse):
+    flags = ClusterOptions(num_workers=number).worker_flags(LocalLauncher(), "ipc://head", None)
+    assert flags == [
+        *("--connect", "ipc://head", "--startup-timeout", "60.0"),
+        *pulse,
+        *("--head-timeout", "30.0"),
+    ]

@@ -10,6 +10,7 @@ import sys
 import warnings
 
 from ..errors import StartupError
+from ..messages import PULSE_S
 from ..security import read_key_file
 from .connection import Connection, End
 from .worker import Worker
@@ -23,6 +24,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--index", required=True, type=int, help="which of the workers this is, from 0")
     add("--startup-timeout", type=float, default=60, help="seconds to try to reach the head")
     add("--head-timeout", type=float, default=30, help="seconds that the link may be silent")
+    add("--pulse", type=float, default=PULSE_S, help="seconds between signs of life, at most")
     add("--head-pid", type=int, help="the head's process ID, on this machine")
     add("--head-directory", metavar="DIR", help="a directory to remove if the head ends")
     add("--key-file", metavar="FILE", help="the run's keys, for tcp; only its owner may read it")

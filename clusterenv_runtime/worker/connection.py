@@ -60,7 +60,7 @@ class Connection:
         self._pulse = zmq.Context().socket(zmq.DEALER)
         self._pulse.routing_id = messages.pulse_of(self._socket.routing_id)
         self._pulse.linger = self._pulse.rcvhwm = 0
-        messages.keep_alive(self._pulse, args.head_timeout)
+        messages.keep_alive(self._pulse, args.head_timeout, args.pulse)
         self._is_settled = threading.Event()  # see `settle`
         self._monitors = [
             _dial(each, args.connect, keys, args.head_timeout)
@@ -173,7 +173,7 @@ class Connection:
                     continue  # the head was too busy for the handshake; libzmq tries again
                 connected.add(each)
                 if each is self._monitors[0]:
-                    time.sleep(1.5 * messages.PULSE_S)  # the first heartbeat comes after one
+                    time.sleep(1.5 * self._args.pulse)  # the first heartbeat comes after one
                     self._is_settled.set()
         return gone
 
