@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ import numpy as np
 from ..errors import StartupError, one_line
 
 MAX_MESSAGE = 2**18  # bytes
-LOOK_S = 0.01  # seconds between two looks for exit codes, when there are none
 UNKNOWN = 256  # the code of a worker that outlived the process that would report it
 # Descriptors below 3 are those of input and outputs. Each worker ends as any Python would, except
 # that its last exit handler ends it at once: the rest of the interpreter's end would write to all
@@ -60,7 +58,7 @@ class ForkServer:
 
     def __init__(self, command: tuple[str, ...], variables: frozenset[tuple[str, str]]) -> None:
         self._news: dict[str | int, Any] = {}  # by mark a pid or a reason, by pid an exit code
-        self._next_look = 0.0  # the time of the next look for an exit code
+        self._asked = set[int]()  # workers asked about since the last look for exit codes
         self._lock = threading.Lock()
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -95,12 +93,14 @@ class ForkServer:
     def code_of(self, pid: int) -> int | None:
         """Return a worker's exit code, or None if there is none yet."""
         with self._lock:
+            # One look at the link serves all workers that are asked about in turn.
+            if self._asked and not (pid in self._asked or pid in self._news):
+                self._asked.add(pid)
+                return None
+            self._asked = {pid}
             try:
-                if pid not in self._news and time.monotonic() < self._next_look:
-                    return None
                 return self._await(pid, 0)  # type: ignore[no-any-return]
             except BlockingIOError:
-                self._next_look = time.monotonic() + LOOK_S
                 return None
             except OSError:
                 return None if is_running(pid) else UNKNOWN
