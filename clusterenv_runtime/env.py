@@ -146,7 +146,6 @@ class ClusterEnv(ActingEnv):
 
         Raises:
             AlreadyPendingCallError, ClosedEnvironmentError: as for `step`.
-            ValueError: ``state`` is not such a state.
         """
         self._assert_idle("load_state_dict")
         self._pool.load_state_dict(state)
@@ -223,8 +222,3 @@ def _count(env_fns: Any, num_envs: int | None) -> int:
 def _check_info_keys(info_keys: Sequence[str]) -> None:
     if isinstance(info_keys, str) or not all(isinstance(key, str) for key in info_keys):
         raise TypeError(f"info_keys must be a tuple of strings, got {info_keys!r}")
-    for key in info_keys:
-        if f"_{key}" in info_keys:
-            raise ValueError(
-                f"info_keys must not have both {key!r} and '_{key}', which says where it is"
-            )

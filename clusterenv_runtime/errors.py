@@ -1,4 +1,4 @@
-"""The runtime's exceptions, and functions that prepare text for the user.
+"""The runtime's exceptions.
 
 Misuse of the vector API raises Gymnasium's own errors instead.
 """
@@ -49,17 +49,6 @@ class EnvRaised(Exception):
         self.env = env
 
 
-def printable(text: str, most: int = 1000, keeps: str = "\t") -> str:
-    """Return a peer's text with its unprintable characters escaped, except those in ``keeps``.
-
-    A terminal might obey these characters. A text longer than ``most`` characters is cut off.
-    """
-    text = text if len(text) <= most else f"{text[:most]} [...]"
-    return "".join(
-        char if char.isprintable() or char in keeps else repr(char)[1:-1] for char in text
-    )
-
-
 def one_line(error: BaseException) -> str:
-    """Return an error's class name and the first line of its message, escaped by `printable`."""
-    return f"{type(error).__name__}: {printable(str(error).strip().partition(chr(10))[0])}"
+    """Return an error's class name and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

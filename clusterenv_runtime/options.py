@@ -3,12 +3,8 @@
 The options are keyword arguments of `ClusterEnv`, and flags of the scripts.
 """
 
-import contextlib
 import difflib
-import ipaddress
 import os
-import shutil
-import socket
 import typing
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypedDict
@@ -27,13 +23,6 @@ NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]  # no range includes NaN
 Nats = Annotated[float, Meta(ge=0)]
 Port = Annotated[int, Meta(ge=0, lt=2**16)]
-# Former options, and what to do instead.
-REMOVED = {
-    "min_workers": "all workers start together; resume the run with fewer workers where they lack",
-    "interface": "give the interface's name as bind_address",
-    "security": "tcp is always encrypted, and admits only the run's workers",
-    "allow_insecure": "tcp is always encrypted, and admits only the run's workers",
-}
 
 
 @dataclass
@@ -151,26 +140,23 @@ class ClusterOptions:
         """
         check_ranges(self)
         launcher.check(self.num_workers)
-        program = "".join(launcher.prefix[:1])
         address = self.bind_address or launcher.address(self.num_workers)
         forks = self.worker_start == "fork" and launcher.can_fork
-        found = not program or launcher.remote or shutil.which(program)
         rules = {
             f"sync_interval goes with sync_mode 'interval', and is {self.sync_interval} with "
             f"{self.sync_mode!r}": (self.sync_mode == "interval") == bool(self.sync_interval),
             "worker_preload is for forked workers: those of the launcher local, on Linux, without "
             "a worker_prefix": forks or not self.worker_preload,
-            f"worker_prefix: there is no program {program} here": found,
             f"launcher {launcher.name} needs bind_address: an address that its workers can connect "
             "to": address or not launcher.remote,
+            "bind_address must be one address, or an interface's name: workers could not connect "
+            "to all": self.bind_address not in ("*", "0", "0.0.0.0", "::"),
             "port and key_file are for tcp: they need bind_address": address
             or not (self.port or self.key_file),
         }
         for text, is_right in rules.items():
             if not is_right:
                 raise ValueError(text)
-        if self.bind_address:
-            _check_address(self.bind_address)
         self.keys()
         return address
 
@@ -196,18 +182,6 @@ class Options(TypedDict, total=False):
     bind_address: str | None
     port: int
     key_file: str | None
-
-
-def _check_address(text: str) -> None:
-    """Raise ValueError unless the text is one IP address, or a network interface's name."""
-    interfaces = [name for _, name in socket.if_nameindex()]
-    with contextlib.suppress(ValueError):
-        address = ipaddress.ip_address(text)  # to ZeroMQ, "0" would mean all addresses
-        if not (getattr(address, "ipv4_mapped", None) or address).is_unspecified:
-            return
-    if text not in interfaces:
-        known = ", ".join(interfaces)
-        raise ValueError(f"bind_address must be one IP address, or one of {known}, got {text}")
 
 
 def check_ranges(options: Any) -> None:
@@ -237,8 +211,6 @@ def parse_options(
     """
     known = {field.name for field in fields(ClusterOptions)}
     for name in options.keys() - known:
-        if name in REMOVED:
-            raise TypeError(f"ClusterEnv has no option {name!r} any more: {REMOVED[name]}")
         near = difflib.get_close_matches(name, known, 1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"ClusterEnv has no option {name!r}{hint}")

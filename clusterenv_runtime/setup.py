@@ -46,11 +46,6 @@ class Process:
         # How many entries of the path go before the worker's own ones, which other machines have.
         self._first = path.index(library) if library in path else len(path)
         self._directory = current_directory() or "."
-        # Launchers set these variables only for the start of a worker.
-        names = ["PYTHONHASHSEED", *launcher.variables()]
-        self._variables = {
-            name: os.environ.get(name) for name in names if name.startswith("PYTHON")
-        }
         # Otherwise, a prefix or another machine sets the cores.
         self._cores = os.sched_getaffinity(0) if launcher.can_fork else None
         main = sys.modules.get("__main__")
@@ -66,10 +61,6 @@ class Process:
         path = self._preparation["sys_path"]
         path[self._first : self._first] = [entry for entry in sys.path if entry not in path]
         multiprocessing.spawn.prepare(self._preparation)
-        for name, text in self._variables.items():
-            os.environ.pop(name, None)
-            if text is not None:
-                os.environ[name] = text
         with suppress(OSError):  # another machine may not have it
             os.chdir(self._directory)
         with suppress(OSError):  # the system may have taken some away since

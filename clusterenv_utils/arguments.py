@@ -22,11 +22,11 @@ from typing import Any, Self, TypeVar, cast
 import msgspec
 import tyro
 
-from clusterenv_runtime.errors import StartupError, printable
+from clusterenv_runtime.errors import StartupError
 from clusterenv_runtime.launchers import BUILT_IN, GROUP
 from clusterenv_runtime.options import ClusterOptions
 
-from .errors import check, one_line_for, print_error
+from .errors import check, one_line_for, print_error, printable
 
 T = TypeVar("T", bound="ScriptArgs")
 ABOVE_0 = math.ulp(0.0)
@@ -342,4 +342,4 @@ def resume_command(args: ScriptArgs, directory: str, program: Iterable[str]) -> 
         defaults["worker_prefix"] = args.worker_prefix  # the job sets it itself
     code = that_run_code(args).items()
     flags = [f"{spell(name)}={value}" for name, value in code if value != defaults[name]]
-    return printable(shlex.join([*start, *flags, "--resume", directory]), most=10_000)
+    return printable(shlex.join([*start, *flags, "--resume", directory]))

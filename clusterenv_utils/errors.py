@@ -13,7 +13,7 @@ import numpy as np
 
 from clusterenv_runtime import EnvError, Interrupted, Rollout, StartupError, WorkerDiedError
 from clusterenv_runtime.arrays import not_finite
-from clusterenv_runtime.errors import one_line, printable
+from clusterenv_runtime.errors import one_line
 
 ATARI = "scripts/ppo_atari_clusterenv.py or scripts/dqn_atari_clusterenv.py"
 
@@ -25,7 +25,7 @@ class ScriptError(Exception):
     """
 
     def __init__(self, message: object) -> None:
-        super().__init__(printable(str(message), most=10_000))
+        super().__init__(printable(str(message)))
 
 
 class CheckpointError(ScriptError):
@@ -34,6 +34,11 @@ class CheckpointError(ScriptError):
 
 class RunLockedError(ScriptError):
     """Another process is training the run; the message names it."""
+
+
+def printable(text: str) -> str:
+    """Return a text in one line, with its unprintable characters escaped."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def check(fine: Any, message: object) -> None:

@@ -89,11 +89,11 @@ class ClusterVecEnv(VecEnv):
 
     def step_async(self, actions: np.ndarray) -> None:
         """Request a step of all environments."""
-        self.envs.step_async(actions)
+        self._actions = actions
 
     def step_wait(self) -> Any:
         """Return observations, float32 rewards, ends of episodes, and each environment's info."""
-        observations, rewards, terminations, truncations, found = self.envs.step_wait()
+        observations, rewards, terminations, truncations, found = self.envs.step(self._actions)
         dones = terminations | truncations
         infos, finals = self._of_each(found), self._of_each(found.get("final_info", {}))
         for number in np.flatnonzero(dones):

@@ -52,7 +52,7 @@ class ActingEnv(SteppedEnv):
             WorkerDiedError: too many replacements of a worker have died in a row.
         """
         self._assert_is_running()
-        if self._overlapped is None or self._pending:
+        if self._overlapped is None:
             self._assert_idle("rollout")
         self._assert_can_act("rollout", num_steps)
         ahead, workers = self._overlapped, self._pool.workers

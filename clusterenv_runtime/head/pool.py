@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -26,9 +26,8 @@ from ..errors import (
     StartupError,
     WorkerDiedError,
     one_line,
-    printable,
 )
-from ..launchers import Exit, Launcher
+from ..launchers import Launcher
 from ..messages import Message, Part
 from ..options import ClusterOptions
 from ..pickling import load_exception, space_form, to_frames
@@ -144,13 +143,13 @@ class Pool(Recovery):
         # The last request is as a rule the last to be answered.
         self._wait(lambda: self.outstanding.keys().isdisjoint(reversed(seqs)), timeout)
 
-    def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
+    def gather(self, seqs: Collection[int]) -> list[Request]:
         """Wait until all of these requests have a response, see `settle`, and return them.
 
         If this raises an error, the requests are given up.
         """
         try:
-            self.settle(seqs, timeout)
+            self.settle(seqs)
             return [self.answered.pop(seq) for seq in seqs]
         except BaseException:
             self.forget(seqs)
@@ -199,8 +198,8 @@ class Pool(Recovery):
 
     def _describe_error(self, worker: Worker, error: messages.Error) -> str:
         where = "" if error.env is None else f"environment {error.env} on "
-        text, trace = (printable(each, len(each), "\t\n") for each in (error.text, error.traceback))
-        return f"{where}{self.describe(worker)} raised {printable(error.kind)}: {text}\n\n{trace}"
+        what = f"raised {error.kind}: {error.text}\n\n{error.traceback}"
+        return f"{where}{self.describe(worker)} {what}"
 
     # Waiting.
     def _wait(self, done: Callable[[], Any], timeout: float | None = None) -> None:
@@ -314,13 +313,13 @@ class Pool(Recovery):
             return self._meet(identity, frames)
         process = worker.process
         is_current = identity == process.identity and process.state != State.ENDED
-        if not is_current or process.is_refused or len(frames) == 1:  # a repeated hello
+        if not is_current or len(frames) == 1:  # a repeated hello
             return None
         process.heard = self.clock()
         try:
             seq, message = messages.read_worker(frames, self._allowed)
         except ProtocolError as error:
-            return self._refuse(worker, f"it sent a {error}")
+            self._refuse(worker, f"sent a {error}")
         match message:
             case messages.Built():
                 self.note_built(process)
@@ -339,7 +338,7 @@ class Pool(Recovery):
         try:
             hello = messages.read_hello(frames)
         except ProtocolError as error:
-            return self._transport.drop(f"a stranger's message: {printable(str(error))}")
+            return self._transport.drop(f"a stranger's message: {error}")
         is_index = 0 <= hello.index < len(self.workers)
         worker = self.workers[hello.index] if is_index else None
         if worker is None or worker.process.state != State.STARTING:
@@ -349,9 +348,7 @@ class Pool(Recovery):
         self._by_identity[identity] = worker
         self.note_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := messages.mismatch(hello)) is not None:
-            if self.all_must_start:
-                raise StartupError(f"{self.describe(worker)} {mismatch}")
-            return self._refuse(worker, f"it {mismatch}")
+            raise StartupError(f"{self.describe(worker)} {mismatch}")
         for message in self._orders(worker):
             self.post(worker, message)
         for request in self._requests_of(worker):
@@ -362,9 +359,7 @@ class Pool(Recovery):
             self.errors.append((self._describe_error(worker, error), error))
             self.forget([seq])
         else:
-            self._transport.drop(
-                f"an error of worker {worker.index}, not waited for: {printable(error.text)}"
-            )
+            self._transport.drop(f"an error of worker {worker.index}, not waited for: {error.text}")
         if error.fatal:  # nothing is left to reset
             self.to_reset.discard(worker.index)
             self.end(worker, "shut down after its error")
@@ -385,7 +380,7 @@ class Pool(Recovery):
             else:
                 response, request.dropped = response.value, response.dropped
         except Exception as error:  # a worker may send anything
-            return self._refuse(worker, f"its response was wrong: {one_line(error)}")
+            self._refuse(worker, f"sent a wrong response: {one_line(error)}")
         # A step may only show the end of lost episodes, or reset environments that have ended.
         has_stepped = isinstance(asked, messages.Collect | messages.Evaluate) or (
             isinstance(asked, messages.Step) and not process.is_cut_off and not worker.ended.all()
@@ -410,19 +405,20 @@ class Pool(Recovery):
                 if space_form(built[name]) != space_form(ours[name])
             ]
         except Exception as error:  # a worker may send anything
-            return self._refuse(worker, f"its spaces were wrong: {one_line(error)}")
+            self._refuse(worker, f"sent wrong spaces: {one_line(error)}")
         if texts:
-            self.post(worker, messages.Close())
-            self.end(worker, "shut down because its spaces differ")
-            raise RuntimeError(f"{texts[0]}: all must be alike")
+            self._refuse(worker, f"differs: {texts[0]}; all must be alike", RuntimeError)
         self.environments = ours
         self.note_ready(worker)
 
-    def _refuse(self, worker: Worker, text: str) -> None:
-        """Lose a process that broke the protocol. Its messages no longer count."""
+    def _refuse(
+        self, worker: Worker, text: str, kind: type[RuntimeError] = ProtocolError
+    ) -> NoReturn:
+        """End a worker whose messages are wrong, and the call under way."""
+        error = kind(f"{self.describe(worker)} {text}")
         self.post(worker, messages.Close())
-        worker.process.is_refused = True
-        self.lose(worker, Exit(text))
+        self.end(worker, "shut down because its messages were wrong")
+        raise error
 
     def note_seen(self, request: Request, seen: Any, ended: np.ndarray) -> None:
         """Note what the user now sees of a worker's environments.

@@ -18,7 +18,6 @@ import cloudpickle
 import numpy as np
 
 from .. import messages
-from ..errors import one_line
 from ..launchers import Launcher
 from ..messages import Message
 from ..options import ClusterOptions
@@ -150,21 +149,12 @@ class Recovery(Supervisor):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, which may come from a head with another number of workers.
-
-        Raises:
-            ValueError: ``state`` is not the state of a head.
-        """
-        try:
-            seed, restarts, rollouts = state["seed"], list(state["restarts"]), state["rollouts"]
-            waited = state["waiting_seconds"] / state["workers"]
-            self.store.load_state_dict(state)
-            self.seed, self.restarts = seed, restarts
-            for worker in self.workers:
-                worker.waited = waited
-                worker.asked_rollouts = worker.rollouts = rollouts
-        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise ValueError(f"this is not the state of a ClusterEnv: {one_line(error)}") from None
+        """Continue from the state of a head, which may have had another number of workers."""
+        self.store.load_state_dict(state)
+        self.seed, self.restarts = state["seed"], list(state["restarts"])
+        for worker in self.workers:
+            worker.waited = state["waiting_seconds"] / state["workers"]
+            worker.asked_rollouts = worker.rollouts = state["rollouts"]
         self._is_loaded = True
 
 

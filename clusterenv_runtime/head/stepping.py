@@ -10,27 +10,18 @@ from typing import Any, Self
 import cloudpickle
 import gymnasium as gym
 import numpy as np
-from gymnasium.error import (
-    AlreadyPendingCallError,
-    ClosedEnvironmentError,
-    NoAsyncCallError,
-    ResetNeeded,
-)
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, create_empty_array
 
 from ..arrays import map_space
-from ..errors import printable
 from ..messages import Call, Message, Reset, SetAttr, Step
 from .pool import Pool
 from .workers import Worker
 
 
 class SteppedEnv(VectorEnv):
-    """A vector environment that equals ``SyncVectorEnv`` step for step.
-
-    Like ``AsyncVectorEnv``, it also splits calls into halves, ``..._async`` and ``..._wait``.
-    """
+    """A vector environment that equals ``SyncVectorEnv`` step for step."""
 
     _pool: Pool
     _close_timeout: float
@@ -47,12 +38,9 @@ class SteppedEnv(VectorEnv):
         self.autoreset_mode = AutoresetMode(built["metadata"]["autoreset_mode"])
         self.metadata = built["metadata"] | {"autoreset_mode": self.autoreset_mode}
         self.render_mode = built["render_mode"]
-        self._pending = ""  # the call under way: "reset", "step" or "call"
-        self._seqs: list[int] = []  # its requests
         self._granted: dict[int, int] = {}  # requests not taken yet, seq -> worker, oldest first
         self._overlapped: int | None = None  # the ``num_steps`` of the rollout requested ahead
         self._evaluation: list[int] = []  # the requests of the evaluation under way
-        self._mask: np.ndarray | None = None  # of the reset under way; None for all
         self._observations: Any = None  # the last observations of all environments
         self._left_out: set[str] = set()  # infos that the user was warned about
 
@@ -63,12 +51,6 @@ class SteppedEnv(VectorEnv):
 
         Return observations and infos.
         """
-        self.reset_async(seed, options)
-        return self.reset_wait()
-
-    def reset_async(
-        self, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> None:
         self._assert_idle("reset")
         mask = (options or {}).pop("reset_mask", None)
         if mask is not None:
@@ -87,7 +69,6 @@ class SteppedEnv(VectorEnv):
                 f"{self.num_envs} but got length={len(seeds)}."
             )
         data = cloudpickle.dumps(options)
-        self._mask = mask
         if mask is None:
             self._pool.note_reset(seeds, data)
 
@@ -95,23 +76,20 @@ class SteppedEnv(VectorEnv):
             rows = worker.rows
             return Reset(seeds[rows], data, None if mask is None else mask[rows])
 
-        self._ask("reset", request)
-
-    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        observations, infos = self._results("reset", timeout)
-        if self._mask is None:
+        requests = self._ask(request)
+        if mask is None:
             self._pool.to_reset.clear()
-        return observations, infos
+        for each in requests:
+            own = each.worker.rows
+            ended = each.worker.ended & (mask is not None and ~mask[own])
+            self._pool.note_seen(each, each.response["arrays"][0], ended)
+        return self._joined(requests)  # type: ignore[return-value]
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment.
 
         Return observations, rewards, terminations, truncations and infos.
         """
-        self.step_async(actions)
-        return self.step_wait()
-
-    def step_async(self, actions: Any) -> None:
         self._assert_idle("step")
         self._assert_none_waits_for_reset("step")
 
@@ -125,26 +103,26 @@ class SteppedEnv(VectorEnv):
 
         space = self.single_action_space
         actions = map_space(sequence, space, actions)
-        self._ask(
-            "step", lambda each: Step(map_space(lambda leaf: leaf[each.rows], space, actions))
-        )
-
-    def step_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        return self._results("step", timeout)
+        try:
+            requests = self._ask(
+                lambda each: Step(map_space(lambda leaf: leaf[each.rows], space, actions))
+            )
+        except BaseException:  # the step may have ended episodes unseen
+            self._pool.to_reset |= {worker.index for worker in self._pool.workers}
+            raise
+        # Where the user sees an episode's end, but not the reset after it.
+        shows_end = self.autoreset_mode != AutoresetMode.SAME_STEP
+        for each in requests:
+            seen, _, terminations, truncations = each.response["arrays"]
+            self._pool.note_seen(each, seen, (terminations | truncations) & shows_end)
+        return self._joined(requests)  # type: ignore[return-value]
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute."""
-        self.call_async(name, *args, **kwargs)
-        return self.call_wait()
-
-    def call_async(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         self._assert_idle("call")
         request = Call(name, cloudpickle.dumps((args, kwargs)))
-        self._ask("call", lambda _: request)
-
-    def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        requests = self._responses("call", timeout)
-        return tuple(result for request in requests for result in request.response)
+        requests = self._ask(lambda _: request)
+        return tuple(result for each in requests for result in each.response)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return attribute ``name`` of each environment."""
@@ -171,11 +149,9 @@ class SteppedEnv(VectorEnv):
         others = {key: each for key, each in before.items() if key != name}
         pool.attributes = {**others, name: pickles}  # in order of the names' last calls
         try:
-            self._ask("call", lambda each: SetAttr(name, pickles[each.index]))
-            self._responses("call", None)
+            self._ask(lambda each: SetAttr(name, pickles[each.index]))
         except BaseException:
-            pool.attributes, self._pending = before, ""
-            pool.forget(self._seqs)
+            pool.attributes = before
             raise
 
     def render(self) -> tuple[Any, ...]:
@@ -194,11 +170,6 @@ class SteppedEnv(VectorEnv):
 
         The default ``timeout`` is the option ``close_timeout``. With ``terminate`` it is 0.
         """
-        if self._pending:
-            gym.logger.warn(
-                f"Calling `close` while waiting for a pending call to `{self._pending}` to "
-                "complete."
-            )
         self._finalizer.detach()
         seconds = self._close_timeout if timeout is None else timeout
         self._pool.close(0 if terminate else seconds)
@@ -209,50 +180,26 @@ class SteppedEnv(VectorEnv):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, call: str, request: Callable[[Worker], Message]) -> None:
-        self._pool.require(*self._pool.workers)
-        with self._pool.closing_on_ctrl_c():
-            self._seqs = [self._pool.ask(worker, request(worker)) for worker in self._pool.workers]
-        self._pending = call
-
-    def _responses(self, call: str, timeout: float | None) -> list[Any]:
-        """Return the requests of the call under way, with their responses."""
-        self._assert_is_running()
-        if self._pending != call:
-            raise NoAsyncCallError(
-                f"Calling `{call}_wait` without any prior call to `{call}_async`.", call
-            )
-        try:
-            requests = self._pool.gather(self._seqs, timeout)
-        except BaseException:
-            if call == "step":  # the step may have ended episodes unseen
-                self._pool.to_reset |= {worker.index for worker in self._pool.workers}
-            raise
-        finally:
-            self._pending = ""
-        dropped = {key for request in requests for key in request.dropped}
+    def _ask(self, request: Callable[[Worker], Message]) -> list[Any]:
+        """Ask each worker, and return the requests with their responses."""
+        pool, seqs = self._pool, list[int]()
+        pool.require(*pool.workers)
+        with pool.closing_on_ctrl_c():
+            seqs = [pool.ask(worker, request(worker)) for worker in pool.workers]
+        requests = pool.gather(seqs)
+        dropped = {key for each in requests for key in each.dropped}
         for key in sorted(dropped - self._left_out):
             gym.logger.warn(
                 "Info %s is left out: only arrays, numbers, strings and their containers leave a "
                 "worker, and classes named in ClusterEnv(allow=(...,)).",
-                printable(key),
+                key,
             )
         self._left_out |= dropped
         return requests
 
-    def _results(self, call: str, timeout: float | None) -> tuple[Any, ...]:
+    def _joined(self, requests: Sequence[Any]) -> tuple[Any, ...]:
         """Return the results of a reset or step of all workers."""
-        requests = self._responses(call, timeout)
-        for request in requests:
-            observations, *others = request.response["arrays"]
-            # Where the user sees an episode's end, but not the reset after it.
-            if call == "step":
-                ended = (others[1] | others[2]) & (self.autoreset_mode != AutoresetMode.SAME_STEP)
-            else:
-                rows = request.worker.rows
-                ended = request.worker.ended & (self._mask is not None and ~self._mask[rows])
-            self._pool.note_seen(request, observations, ended)
-        parts, *arrays = zip(*(request.response["arrays"] for request in requests), strict=True)
+        parts, *arrays = zip(*(each.response["arrays"] for each in requests), strict=True)
         return self._join(parts), *map(np.concatenate, arrays), self._infos(requests)
 
     def _infos(self, requests: Sequence[Any]) -> dict[str, Any]:
@@ -294,14 +241,15 @@ class SteppedEnv(VectorEnv):
 
     def _assert_idle(self, method: str) -> None:
         self._assert_is_running()
-        pending = self._pending or "evaluate" * bool(self._evaluation)
-        todo = f"call `{pending}_wait` first"
+        if self._evaluation:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` during an evaluation: call `evaluate_wait` first.", "evaluate"
+            )
         # Workers handle these requests in order, so they need not wait for each other.
-        if not pending and self._granted and method not in ("send", "evaluate", "call", "set_attr"):
+        if self._granted and method not in ("send", "evaluate", "call", "set_attr"):
             pending, todo = "send", "`recv` all chunks first"
             if self._overlapped is not None:
                 pending, todo = "rollout", "ask for the rollout before with overlap=False"
-        if pending:
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete: "
                 f"{todo}.",

@@ -172,7 +172,7 @@ class Transport:
             identity = first.bytes
             if not identity.startswith(b"p"):
                 received.append((identity, [frame.buffer for frame in frames]))
-            elif len(self._pulses) < MOST_FILES:  # there cannot be more connections
+            else:
                 self._pulses[identity] = False
         return received
 

@@ -62,7 +62,6 @@ class Process:
     pid: int = 0
     # Whether it continues for a dead process whose end the user has not seen; see `CutOff`.
     is_cut_off: bool = False
-    is_refused: bool = False  # it broke the protocol, so its messages no longer count
     exit: Exit | None = None  # how it was lost; None until the head knows
     ended_because: str = ""  # why no replacement will take its place; empty if one may
 

@@ -236,6 +236,10 @@ class WorkerEnvs:
         _check_finite(part, acted_on, self._numbers)
         return part
 
+    def under_way(self) -> list[tuple[float, int]]:
+        """Return the return and the length, so far, of each environment's current episode."""
+        return list(zip(self._returns.tolist(), self._lengths.tolist(), strict=True))
+
     def _step_rows(
         self,
         actions: Any,

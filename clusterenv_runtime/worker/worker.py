@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -193,12 +192,26 @@ class Worker:
         actor.load(pickle.loads(request.structure), request.weights)
         self._envs.reset([request.seed + row for row in self._rows])
         numbers, seed = request.numbers, request.seed % 2**62
-        next_steps = partial(messages.Collect, EVALUATED_STEPS, 0, 0, 0.0, numbers, seed=seed)
-        chunks = itertools.count()
-        parts = (self._envs.collect(actor, next_steps(rollout=chunk)) for chunk in chunks)
-        found = scores(parts, request.episodes, request.max_steps)
+        steps = min(EVALUATED_STEPS, request.max_steps)
+        next_steps = partial(messages.Collect, steps, 0, 0, 0.0, numbers, seed=seed)
+        found: list[list[tuple[float, int, bool]]] = [[] for _ in self._rows]
+        wanted = list(request.episodes)
+        for chunk in itertools.count():
+            if [*map(len, found)] == wanted:
+                break
+            part = self._envs.collect(actor, next_steps(rollout=chunk))
+            ends = part.episodes % len(found), part.episodic_returns, part.episodic_lengths
+            for row, value, length in zip(*(column.tolist() for column in ends), strict=True):
+                if len(found[row]) < wanted[row]:
+                    found[row].append((value, length, True))
+            for row, (value, length) in enumerate(self._envs.under_way()):
+                if length >= request.max_steps and len(found[row]) < wanted[row]:
+                    found[row].append((value, length, False))
+                    wanted[row] = len(found[row])
         self._envs.reset(request.seeds)
-        return found
+        columns = zip(*itertools.chain(*found), strict=True)
+        dtypes = np.float64, np.int64, np.bool_
+        return tuple(np.array(*each) for each in zip(columns, dtypes, strict=True))
 
     def _take_in(self) -> None:
         """Keep messages that arrive while this worker acts. `Close` ends it between two steps."""
@@ -228,38 +241,3 @@ class Worker:
             self._answer(seq, message)
         else:
             self._later.append((seq, message))
-
-
-def scores(
-    parts: Iterable[Part], episodes: Sequence[int], max_steps: int
-) -> tuple[np.ndarray, ...]:
-    """Return the scores of each environment's first episodes, see `messages.Evaluate`.
-
-    An episode is abandoned after ``max_steps``, and counts as far as it went. Its rest does not
-    count, unless it lasts for ``max_steps`` again.
-    """
-    num_envs = len(episodes)
-    found: list[list[tuple[float, int, bool]]] = [[] for _ in episodes]
-    returns, lengths = np.zeros(num_envs), np.zeros(num_envs, np.int64)  # of the current episodes
-    was_left = np.zeros(num_envs, bool)  # whether the rest of an abandoned episode is under way
-    for part in parts:
-        counts = zip(part.episodic_returns.tolist(), part.episodic_lengths.tolist(), strict=True)
-        ends = dict(zip(part.episodes.tolist(), counts, strict=True))
-        for step, rewards in enumerate(part.rewards):
-            returns += rewards
-            lengths += 1
-            for row, wanted in enumerate(episodes):
-                end = ends.get(step * num_envs + row)
-                if end is None and lengths[row] < max_steps:
-                    continue
-                is_rest = end is not None and was_left[row]
-                if len(found[row]) < wanted and not is_rest:
-                    seen = float(returns[row]), int(lengths[row])
-                    found[row].append((*(end or seen), end is not None))
-                was_left[row] = end is None
-                returns[row] = lengths[row] = 0
-        if [*map(len, found)] == list(episodes):
-            break
-    columns = zip(*itertools.chain(*found), strict=True)
-    dtypes = np.float64, np.int64, np.bool_
-    return tuple(np.array(column, dtype) for column, dtype in zip(columns, dtypes, strict=True))
