@@ -86,6 +86,9 @@ def claimed(content):
 PART = vars(a_part(spaces.Box(-1, 1, (3,))))
 LOOPED = []
 LOOPED.append((LOOPED,))
+SPACE = spaces.Discrete(2)
+WRONG = [("version", 1.5), ("waited", "long"), ("rewards", SPACE), ("starts", None)]
+WRONG += [("infos", {"x": 3}), ("infos", {1: np.zeros(2)}), ("extras", [1])]
 
 
 @pytest.mark.parametrize(
@@ -96,38 +99,18 @@ LOOPED.append((LOOPED,))
         (1, "Reply"),
         (1, "Reply", {"value": None}, 1),
         "abc",
-        ("1", "Pull", {"version": 1}),
-        (1.0, "Pull", {"version": 1}),
-        (True, "Pull", {"version": 1}),
-        (np.int64(1), "Pull", {"version": 1}),
-        (1, "Setup", {}),
+        *((seq, "Pull", {"version": 1}) for seq in ("1", 1.0, True, np.int64(1))),
         (1, "Hello", {"protocol": 1, "index": 0, "host": "", "pid": 1, "versions": {}}),
-        (1, "Rollout", PART),
-        (1, "\x1b[2J\n", {}),
-        (1, ["Reply"], {"value": None}),
-        (1, b"Reply", {"value": None}),
-        (1, "Pull", None),
-        (1, "Pull", []),
-        (1, "Pull", {}),
-        (1, "Pull", {1: 2}),
-        (1, "Pull", {"version": "1"}),
-        (1, "Pull", {"version": np.arange(3)}),
-        (1, "Pull", spaces.Dict(version=spaces.Discrete(2))),
+        *((1, kind, PART) for kind in ("Rollout", "Setup", "\x1b[2J\n")),
+        *((1, kind, {"value": None}) for kind in (["Reply"], b"Reply")),
+        *((1, "Pull", fields) for fields in (None, [], {}, {1: 2}, spaces.Dict(version=SPACE))),
+        *((1, "Pull", {"version": version}) for version in ("1", np.arange(3))),
         (1, "Reply", {}),
-        (1, "Reply", {"value": 1, "dropped": "x"}),
-        (1, "Reply", {"value": 1, "dropped": [2]}),
-        (1, "Reply", {"value": 1, "dropped": LOOPED}),
+        *((1, "Reply", {"value": 1, "dropped": dropped}) for dropped in ("x", [2], LOOPED)),
         *((1, "Error", vars(ERROR) | {name: LOOPED}) for name in vars(ERROR)),
-        (1, "Error", vars(ERROR) | {"fatal": 1}),
-        (1, "Error", vars(ERROR) | {"text": b"text"}),
+        *((1, "Error", vars(ERROR) | wrong) for wrong in ({"fatal": 1}, {"text": b"text"})),
         (1, "Part", {name: PART[name] for name in PART if name != "rewards"}),
-        (1, "Part", PART | {"version": 1.5}),
-        (1, "Part", PART | {"waited": "long"}),
-        (1, "Part", PART | {"rewards": spaces.Box(0, 1)}),
-        (1, "Part", PART | {"starts": None}),
-        (1, "Part", PART | {"infos": {"x": 3}}),
-        (1, "Part", PART | {"infos": {1: np.zeros(2)}}),
-        (1, "Part", PART | {"extras": [1]}),
+        *((1, "Part", PART | {name: value}) for name, value in WRONG),
     ],
     ids=str,
 )
@@ -163,44 +146,24 @@ def hello_of(**fields):
     return json.dumps(vars(HELLO) | fields).encode()
 
 
+NO_INT = 1.5, True, float("nan")
 ODD_TEXTS = "\x1b[2J", "a\n", "\n", "\u202e", "é", "a b", "x" * 256, "[red]", "%s", None, 3, ["a"]
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        [],
-        [b""],
-        [b"", b""],
-        hello_frames(HELLO) * 2,
-        [*hello_frames(HELLO), b""],
-        PING,
-        to_frames((None, HELLO)),
-        to_frames(Bomb()),
-        [b"".join(to_frames(Bomb()))],
-        [to_frames(Bomb())[1]],
-        [b"\xff\xfe"],
-        [b"null"],
-        [b"3"],
-        [b"[]"],
-        [b"{}"],
-        [b"[1, 2, 3, 4, 5]"],
-        [b"[" * 60_000],
-        [b'{"a":' * 10_000],
-        [b"9" * 10_000],
-        [b'"' + b"x" * MAX_HELLO + b'"'],
-        [hello_of() + b" " * MAX_HELLO],
-        [hello_of() + b"x"],
-        [hello_of()[:-1]],
-        [json.dumps({**vars(HELLO), "pid": float("nan")}).encode()],
-        *([hello_of(**{name: 1.5})] for name in ("protocol", "index", "pid")),
-        *([hello_of(**{name: True})] for name in ("protocol", "index", "pid")),
+        *([], [b"", b""], PING, to_frames((None, HELLO)), to_frames(Bomb())),
+        *(hello_frames(HELLO) * 2, [*hello_frames(HELLO), b""]),
+        *([text] for text in (b"", b"\xff\xfe", b"null", b"3", b"[]", b"{}", b"[1, 2, 3, 4, 5]")),
+        *([b"[" * 60_000], [b'{"a":' * 10_000], [b"9" * 10_000]),
+        *([hello_of() + b" " * MAX_HELLO], [hello_of() + b"x"], [hello_of()[:-1]]),
+        *([hello_of(**{name: value})] for name in ("protocol", "index", "pid") for value in NO_INT),
         *([hello_of(**{name: None})] for name in vars(HELLO)),
         *([hello_of(host=text)] for text in ODD_TEXTS),
         *([hello_of(versions={"numpy": text})] for text in ODD_TEXTS),
         *([hello_of(versions={text: "1"})] for text in ODD_TEXTS[:-3]),
-        [hello_of(versions=["numpy"])],
-        [hello_of(versions="numpy")],
+        *([hello_of(versions=versions)] for versions in (["numpy"], "numpy")),
     ],
     ids=lambda frames: str(frames)[:50],
 )
