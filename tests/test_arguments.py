@@ -217,6 +217,13 @@ def test_escape_sequences_in_a_checkpoint_do_not_reach_the_terminal(
     assert name == "learning_rate" or r"\x1b[2J" in line
 
 
+def test_the_line_that_says_how_to_resume_is_printable(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["script.py"])
+    args = ppo_clusterenv.Args(worker_prefix=f"nice {ESCAPE}")
+    line = arguments.resume_command(args, f"runs/{ESCAPE}", ["python"])
+    assert line == r"python script.py '--worker-prefix=nice \x1b[2J' --resume 'runs/\x1b[2J'"
+
+
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
     assert "--clip-coef" in refusal(monkeypatch, dqn_clusterenv.Args, "--resume", "runs/x")
     (path,) = saved_in(Path("runs/x"))

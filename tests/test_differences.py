@@ -218,7 +218,7 @@ def test_weights_are_sent_whole_by_option_and_if_a_difference_would_be_larger():
             assert same_weights(actor.policy, policy)
 
 
-def test_a_worker_that_holds_something_else_gets_all_weights():
+def test_a_worker_that_holds_something_else_gets_all_weights_and_is_told_of(caplog):
     policy, copy, another = CategoricalPolicy(linear()), PolicyCopy(), PolicyCopy()
     actor = worker(policy)
     store, other = (store_in([each], *spaces_of(policy)) for each in (copy, another))
@@ -230,8 +230,10 @@ def test_a_worker_that_holds_something_else_gets_all_weights():
     assert actor.version == copy.held == 1 and not same(actor, copy)
     store.publish(policy)
     assert pull(store, copy, actor)[0] == FROM_HELD
-    assert actor.version == 0
+    assert actor.version == 0 and not caplog.messages
     assert pull(store, copy, actor)[0] == FROM_ZEROS
+    says = "worker 0 does not hold the weights it was sent, and gets all weights (1 times so far)"
+    assert caplog.messages == [says]
     assert (actor.version, store.mismatches, same(actor, copy)) == (2, 1, True)
 
 

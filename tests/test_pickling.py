@@ -186,14 +186,8 @@ VALID = to_frames([np.ones(LARGE, "u1"), np.ones(MAX_FRAME + 1, "u1")], writer((
 @pytest.mark.parametrize(
     "frames",
     [
-        [],
-        [b""],
-        [b"1234567"],
-        VALID[:1],
-        VALID[:-1],
-        VALID[1:],
-        [*VALID, b""],
-        [*VALID, b"x"],
+        *([], [b""], [b"1234567"], VALID[:1], VALID[:-1], VALID[1:], VALID[::-1]),
+        *([*VALID, b""], [*VALID, b"x"]),
         [*VALID[:2], VALID[2][:-1], *VALID[3:]],
         [*VALID[:2], bytes(VALID[2]) + b"x", *VALID[3:]],
         [VALID[0][:-8], *VALID[1:]],
@@ -202,7 +196,6 @@ VALID = to_frames([np.ones(LARGE, "u1"), np.ones(MAX_FRAME + 1, "u1")], writer((
         [struct.pack("<Q", 0)],
         [struct.pack("<QQ", 2, 2**63), b"N."],
         [struct.pack("<2Q", 2, 2**18), b"N.", b"x" * 2**17, b"x" * 2**17],
-        VALID[::-1],
     ],
 )
 def test_frames_that_do_not_match_their_sizes_are_refused_before_anything_is_unpickled(frames):
@@ -337,16 +330,8 @@ class Unlisted(Own):
 @pytest.mark.parametrize(
     "value",
     [
-        object(),
-        Unlisted(1),
-        lambda: 0,
-        len,
-        Own,
-        np.float32,
-        np,
-        threading.Lock(),
-        ValueError("x"),
-        collections.Counter("a"),
+        *(object(), Unlisted(1), threading.Lock(), ValueError("x"), collections.Counter("a")),
+        *(lambda: 0, len, from_frames, Own, np.float32, np, ...),
         np.str_(""),
         np.ma.masked_array([1], [True]),
         np.zeros(1, "i4,f4"),
@@ -356,9 +341,7 @@ class Unlisted(Own):
         np.random.Generator(np.random.MT19937(1)),
         memoryview(b"x"),
         range(3),
-        ...,
         io.BytesIO(),
-        from_frames,
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -635,13 +618,8 @@ def test_no_text_that_was_complete_is_lost():
 @pytest.mark.parametrize(
     "error",
     [
-        StopIteration("x"),
-        StopAsyncIteration("x"),
-        Looped("x"),
-        Exception("x"),
-        KeyboardInterrupt(),
-        SystemExit(3),
-        ExceptionGroup("x", [ValueError("y")]),
+        *(kind("x") for kind in (StopIteration, StopAsyncIteration, Looped, Exception, SystemExit)),
+        *(KeyboardInterrupt(), ExceptionGroup("x", [ValueError("y")])),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -832,12 +810,7 @@ def test_no_opcode_is_accepted_that_a_worker_does_not_write(opcodes):
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b".",
-        b"N",
-        b"N.N.",
-        b"N..",
-        b"N\x94h\x07.",
+        *(b"", b".", b"N", b"N.N.", b"N..", b"N\x94h\x07."),
         b"X\xff\xff\xff\xff.",
         b"\x96" + b"\xff" * 8 + b".",
         b"\x8e" + struct.pack("<Q", 2**40) + b".",

@@ -346,6 +346,17 @@ def test_requested_infos_come_in_rollouts(make):
             )
 
 
+def test_infos_that_a_rollout_lacks_are_zeros_of_the_known_shape():
+    with ClusterEnv([partial(Telling, 4)] * 2, 1, info_keys=("progress",)) as envs:
+        envs.reset()
+        policy = CategoricalPolicy(linear(1, 2))
+        # Only the second step has an info.
+        infos = [envs.rollout(policy, 1).infos for _ in range(3)]
+    assert [each["progress"].shape for each in infos] == [(1, 2), (1, 2, 2), (1, 2, 2)]
+    assert [each["_progress"].any() for each in infos] == [False, True, False]
+    assert not infos[2]["progress"].any()
+
+
 class Odd(CountingEnv):
     """Has an info whose size depends on ``length``."""
 

@@ -201,6 +201,15 @@ def test_epsilon_greedy_divergence_is_that_of_a_softmax_with_the_gap_as_temperat
     assert divergence(old, new, observations) == pytest.approx(expected, rel=1e-3)
 
 
+def test_the_divergence_of_values_that_are_all_the_same_is_finite(observations):
+    old, new = two(lambda: EpsilonGreedyPolicy(linear(3, 4), 0.0))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.zero_()
+    assert divergence(new, new, observations) == 0
+    assert 1 < divergence(old, new, observations) < math.inf
+
+
 def test_the_divergence_of_values_is_finite_at_underflow_and_nan_where_a_value_is_nan():
     policy, old = EpsilonGreedyPolicy(linear(3, 2)), torch.full((512, 2), 0.01)
     old[:, 0] = 0
