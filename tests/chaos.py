@@ -76,10 +76,7 @@ class Checker:
         self.half = math.inf
         # Seconds that the longest call took, and the longest time in a call after the last worker
         # was lost.
-        self.longest, self.recovery = (
-            0.0,
-            0.0,
-        )
+        self.longest = self.recovery = 0.0
 
     def check(self, rollout):
         ended = rollout.terminations | rollout.truncations
@@ -135,10 +132,8 @@ def head(script, namespaces):
         )
         close(envs, **kwargs)
 
-    ClusterEnv.rollout, ClusterEnv.recv = (
-        checker.wrap(ClusterEnv.rollout),
-        checker.wrap(ClusterEnv.recv),
-    )
+    for method in (ClusterEnv.rollout, ClusterEnv.recv):
+        setattr(ClusterEnv, method.__name__, checker.wrap(method))
     ClusterEnv.close = report
     runpy.run_path(str(ROOT / script), run_name="__main__")
 
@@ -153,27 +148,15 @@ def train(
 
     Return the run's summary, the checker's report and the list of faults.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "tests.chaos",
-        "--head",
-        script,
-        ",".join(network.namespaces if network else []),
-    ]
+    command = [sys.executable, "-m", "tests.chaos", "--head", script]
+    command.append(",".join(network.namespaces if network else []))
     # A worker may be hit several times before it has started.
-    flags = (
-        f"--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20 "
-        f"{FLAGS[script]} {flags}"
-    )
-    flags = [*flags.split(), "--seed", str(seed)]
+    own = "--env-id CartPole-v1 --num-workers 4 --worker-timeout 3 --max-worker-restarts 20"
+    flags = [*f"{own} {FLAGS[script]} {flags}".split(), "--seed", str(seed)]
     if network is not None:
         flags += ["--bind-address", network.head, "--worker-start", "spawn"]
-    rng, done, kinds = (
-        random.Random(seed),
-        [],
-        itertools.cycle(["kill", "stop", "fork" if network is None else "cut"]),
-    )
+    rng, done = random.Random(seed), []
+    kinds = itertools.cycle(["kill", "stop", "fork" if network is None else "cut"])
     with open(f"{directory}/output", "w") as output:
         process = subprocess.Popen(
             [*command, *flags], cwd=directory, env=environment(), stdout=output, stderr=output
@@ -259,9 +242,8 @@ def main():
         summary, report, done = results[faults]
         print(
             f"{len(done)} faults: {len(report['restarts'])} restarts, {report['transitions']:,} "
-            f"transitions checked, "
-            f"longest wait {report['longest']:.1f} s, {report['recovery']:.1f} s after the last "
-            f"loss in it, "
+            f"transitions checked, longest wait {report['longest']:.1f} s, "
+            f"{report['recovery']:.1f} s after the last loss in it, "
             f"{summary['wall_seconds']:.0f} s in all; mean return of the last 100 episodes "
             f"{summary['mean_return_100']:.1f}, in the evaluation {summary['eval_return_mean']:.1f}"
         )

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,10 @@ settings.load_profile("patient")
 # A worker that needs a class from a test module imports that module, and with it these modules.
 # That takes longer than most tests, so the fork server imports them.
 local.ACTING += "pytest", "scipy.stats", "tests.scripts"
+
+# A fork server serves all tests with the same `sys.path`. An editable installation adds an entry to
+# it that is no directory, and so depends on where a test runs.
+sys.path[:] = [entry for entry in sys.path if os.path.isabs(entry)]
 
 FORKS = "clusterenv_runtime.launchers.fork_server"  # in the command of the process that forks
 
@@ -94,6 +99,14 @@ class Pipe:
 @pytest.fixture
 def pipe(tmp_path):
     return Pipe(tmp_path / "pipe")
+
+
+@pytest.fixture(scope="session")
+def empty(tmp_path_factory):
+    """Return a directory that every test leaves empty. Scripts that run there, in this process,
+    have the same `sys.path`.
+    """
+    return tmp_path_factory.mktemp("empty")
 
 
 @pytest.fixture

@@ -123,13 +123,6 @@ def test_a_model_of_each_script_is_played(here, monkeypatch, capsys, name, flags
         assert "episode 1: return -1.0" in said
 
 
-def test_a_script_may_have_a_name_of_any_kind(here, monkeypatch):
-    (here / "mine").symlink_to(ROOT / "ppo_clusterenv.py")
-    leave_model(here / "runs/x", monkeypatch, env_id="CartPole-v1")
-    flags = "--script", "mine", "--episodes", 1, "--env-id=CartPole-v1"
-    assert command("play", "runs/x", *flags) is None
-
-
 @pytest.mark.long
 def test_play_records_a_video_of_the_best_model(tmp_path):
     flags = [*TINY[f"{PPO}.py"], "--eval-interval", "64", "--run-name", "x"]
@@ -343,21 +336,6 @@ def test_an_exported_policy_draws_the_same_actions_from_the_same_noise(tmp_path,
     # A drawn action is a float32 number times a standard deviation of up to e². ONNX computes it by
     # other kernels.
     np.testing.assert_allclose(actions, expected.numpy(), rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_torch_export_computes_the_same_as_the_policy(tmp_path):
-    policy, space = made("own")
-    path = str(tmp_path / "model.pt2")
-    said = export(policy, space, path)
-    assert said == (
-        "observation.far (batch, 3) float64, observation.near (batch, 2) int64, "
-        "state.memory (batch, 6) float32, starts (batch) bool -> "
-        "action (batch, 3) float32, next_state.memory (batch, 6) float32"
-    )
-    acting = Acting(policy, space, stochastic=False)
-    inputs = acting.example(7).values()
-    outputs = torch.export.load(path).module()(*inputs)
-    torch.testing.assert_close(outputs, acting(*inputs))
 
 
 class Odd(Policy):

@@ -5,131 +5,11 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
-from gymnasium.vector import SyncVectorEnv
-from torch import nn
-from torch.nn import functional as F
-
-from clusterenv_runtime import ClusterEnv
 
 from .envs import CountingEnv, assert_same
 from .patience import HOUR, kill
 
 pytestmark = pytest.mark.long
-
-
-def cartpole():
-    return gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))
-
-
-def pendulum():
-    return gym.wrappers.RecordEpisodeStatistics(gym.make("Pendulum-v1", max_episode_steps=15))
-
-
-def network(inputs, outputs):
-    return nn.Sequential(nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, outputs))
-
-
-def on_policy(envs, continuous=False):
-    """Train an actor and a critic on rollouts of all environments, as CleanRL's ppo.py and
-    ppo_continuous_action.py do. Return their weights and the episodes' returns.
-    """
-    inputs = envs.single_observation_space.shape[0]
-    outputs = envs.single_action_space.shape[0] if continuous else envs.single_action_space.n
-    actor, critic = network(inputs, outputs), network(inputs, 1)
-    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], 1e-2)
-    observations, _ = envs.reset(seed=1)
-    episodes = []
-    for _ in range(4):
-        losses = []
-        for _ in range(16):
-            out = actor(torch.Tensor(observations))
-            kind = (
-                torch.distributions.Normal(out, 1.0)
-                if continuous
-                else torch.distributions.Categorical(logits=out)
-            )
-            actions = kind.sample()
-            values = critic(torch.Tensor(observations))[:, 0]
-            observations, rewards, terminations, truncations, infos = envs.step(actions.numpy())
-            if "episode" in infos:
-                episodes.append(infos["episode"]["r"])
-            logprobs = kind.log_prob(actions).sum(1) if continuous else kind.log_prob(actions)
-            with torch.no_grad():
-                after = critic(torch.Tensor(observations))[:, 0] * torch.Tensor(1.0 - terminations)
-            advantages = torch.Tensor(rewards) + 0.99 * after - values
-            losses.append(advantages.pow(2).mean() - (logprobs * advantages.detach()).mean())
-        optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-    return [*actor.parameters(), *critic.parameters()], episodes
-
-
-def off_policy(envs, continuous=False):
-    """Train a critic, and an actor, on a replay buffer, as CleanRL's dqn.py, c51.py and
-    sac_continuous_action.py do. Return their weights and the episodes' returns.
-    """
-    inputs, random = envs.single_observation_space.shape[0], np.random.default_rng(1)
-    width = envs.single_action_space.shape[0] if continuous else 0
-    critic = network(inputs + width, 1 if continuous else envs.single_action_space.n)
-    actor = network(inputs, max(width, 1))
-    optimizers = [torch.optim.Adam(each.parameters(), 1e-2) for each in (critic, actor)]
-    replay, episodes = [], []
-    envs.action_space.seed(1)
-    observations, _ = envs.reset(seed=1)
-    for step in range(150):
-        if step < 30 or random.random() < 0.1:
-            actions = envs.action_space.sample()
-        elif continuous:
-            actions = actor(torch.Tensor(observations)).detach().tanh().numpy()
-        else:
-            actions = critic(torch.Tensor(observations)).argmax(1).numpy()
-        following, rewards, terminations, truncations, infos = envs.step(actions)
-        if "episode" in infos:
-            episodes.append(infos["episode"]["r"])
-        replay += zip(observations, actions, rewards, following, terminations, strict=True)
-        observations = following
-        if step < 30:
-            continue
-        batch = [replay[i] for i in random.integers(len(replay), size=16)]
-        before, taken, reward, after, ended = (
-            torch.as_tensor(np.array(each)) for each in zip(*batch, strict=True)
-        )
-        with torch.no_grad():
-            if continuous:
-                next_value = critic(torch.cat([after, actor(after).tanh()], 1))[:, 0]
-            else:
-                next_value = critic(after).max(1).values
-            target = (reward + 0.99 * next_value * ~ended).float()
-        value = (
-            critic(torch.cat([before, taken], 1))[:, 0]
-            if continuous
-            else critic(before)[range(16), taken]
-        )
-        optimizers[0].zero_grad()
-        F.mse_loss(value, target).backward()
-        optimizers[0].step()
-        if continuous:
-            optimizers[1].zero_grad()
-            (-critic(torch.cat([before, actor(before).tanh()], 1)).mean()).backward()
-            optimizers[1].step()
-    return [*critic.parameters(), *actor.parameters()], episodes
-
-
-@pytest.mark.parametrize("learn", [on_policy, off_policy])
-@pytest.mark.parametrize(
-    "make, continuous", [(cartpole, False), (pendulum, True)], ids=["discrete", "continuous"]
-)
-def test_a_learner_with_only_its_constructor_changed_learns_the_same(learn, make, continuous):
-    learned = []
-    for constructor in (SyncVectorEnv, lambda env_fns: ClusterEnv(env_fns, 2, worker_timeout=HOUR)):
-        torch.manual_seed(1)
-        envs = constructor([make] * 3)
-        weights, episodes = learn(envs, continuous)
-        envs.close()
-        assert len(episodes) >= 3
-        learned.append(([weight.detach().numpy() for weight in weights], episodes))
-    assert_same(learned[1], learned[0])
 
 
 # Stable-Baselines3.
@@ -233,27 +113,3 @@ def test_stable_baselines3_learns_the_same(algorithm, env_id):
 
 
 # TorchRL.
-
-
-@pytest.mark.parametrize("mode", ["SameStep", "Disabled"])
-def test_torchrl_gets_the_same_steps(mode):
-    envs = pytest.importorskip("torchrl.envs")
-    collected = []
-    for constructor in (SyncVectorEnv, partial(ClusterEnv, num_workers=2, worker_timeout=HOUR)):
-        wrapped = envs.GymWrapper(
-            constructor([partial(gym.make, "CartPole-v1")] * 3, autoreset_mode=mode)
-        )
-        torch.manual_seed(1)
-        wrapped.set_seed(1)
-        steps = wrapped.rollout(60, break_when_any_done=False)
-        wrapped.close()
-        assert steps["next", "done"].sum() > 3
-        names = (
-            "observation",
-            "action",
-            ("next", "reward"),
-            ("next", "observation"),
-            ("next", "terminated"),
-        )
-        collected.append([steps[name].numpy() for name in names])
-    assert_same(collected[1], collected[0])

@@ -3,12 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
 from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_runtime.messages import Collect, worker_frames
-from clusterenv_runtime.worker.envs import WorkerEnvs
 
 script = pytest.importorskip("scripts.ppo_atari_clusterenv", reason="pip install ale-py")
 
@@ -60,13 +57,6 @@ def evaluated(env_id, policy):
         return envs.evaluate(policy, 3)
 
 
-@pytest.mark.long
-def test_evaluations_play_whole_games_with_unclipped_rewards():
-    returns, _, ended = evaluated("ALE/Seaquest-v5", Same(18))
-    assert (returns > 0).any() and (returns % 20 == 0).all()  # the first targets are worth 20 each
-    assert ended.all()
-
-
 def test_a_policy_that_never_fires_is_evaluated_over_all_lives():
     assert evaluated("ALE/Breakout-v5", Same(4, only_first=True)).ended.all()
 
@@ -80,38 +70,3 @@ def test_a_seed_begins_a_new_game():
             *_, info = env.step(0)
     env.close()
     assert np.array_equal(*seen)
-
-
-class AtRandom:
-    """A stand-in for an `Actor`, which acts at random."""
-
-    version = 1
-
-    def __init__(self, num_actions):
-        self.rng, self.num_actions = np.random.default_rng(1), num_actions
-
-    def start(self, request, rows, starts):
-        self.actions = []
-
-    def act(self, observations, starts):
-        self.actions.append(self.rng.integers(self.num_actions, size=len(starts)))
-        return self.actions[-1]
-
-    def finish(self):
-        shape = len(self.actions), len(self.actions[0])
-        return {
-            "actions": np.array(self.actions), "logprobs": np.zeros(shape, np.float32),
-            "states": None, "extras": {}, "params": np.zeros((1, 2), np.float32),
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("game", ["Breakout", "Pong", "Seaquest"])
-def test_bytes_of_a_step(game):
-    """A step takes a quarter of its stack's bytes."""
-    make_env = script.make_env(f"ALE/{game}-v5", 0, False, "")
-    envs = WorkerEnvs([make_env] * 2, range(2), AutoresetMode.NEXT_STEP, (), 4)
-    envs.reset([1, 2])
-    part = envs.collect(AtRandom(envs.describe()["action_space"].n), Collect(128, 1, 1, 0.0, []))
-    frames = worker_frames(1, part, ())
-    envs.close()
-    assert sum(map(len, frames)) / 256 < 7400 < 4 * 84 * 84 / 3

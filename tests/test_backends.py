@@ -2,16 +2,13 @@
 Gymnasium's environments, in every autoreset mode.
 """
 
-import functools
 import os
 import re
 import shutil
 import signal
 import subprocess
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -21,18 +18,13 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import RecordEpisodeStatistics, TransformReward
-from scipy import stats
-from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, GaussianPolicy
-from clusterenv_runtime.arrays import map_space
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.extras.envpool import EnvPoolVectorEnv
-from clusterenv_runtime.policy.tensors import to_tensors
-from clusterenv_utils.errors import one_line_for_environments
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
-from .nets import MixedNet, change, linear
+from .nets import MixedNet, linear
 
 MODES = [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 VECTORIZED = "tests.vectorized:VectorCartPole-v0"  # an environment that has a vector version
@@ -123,59 +115,6 @@ def test_every_step_follows_the_equations_of_cartpole(backend):
     )
 
 
-@functools.cache
-def episodes_of(backend, env_id):
-    """Return the returns and lengths of a random policy's first four episodes in each of 16
-    environments.
-    """
-    env = gym.make(env_id)
-    policy = CategoricalPolicy(linear(env.observation_space.shape[0], int(env.action_space.n)))
-    if backend == "gymnasium":
-        env_fns, kwargs = [partial(gym.make, env_id)] * 16, {}
-    else:
-        env_fns, kwargs = partial(make_vec, backend, env_id), {"num_envs": 16}
-    (found,) = rollouts(env_fns, policy, 1500, times=1, **kwargs)
-    rows = np.nonzero(found.terminations | found.truncations)[1]
-    # Among all episodes that end in this time, short episodes would be overrepresented.
-    assert np.bincount(rows, minlength=16).min() >= 4
-    first = np.concatenate([np.flatnonzero(rows == row)[:4] for row in range(16)])
-    return found.episodic_returns[first], found.episodic_lengths[first]
-
-
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3"])
-def test_envpools_episodes_are_distributed_as_gymnasiums(env_id):
-    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    for one, other in zip(
-        episodes_of("gymnasium", env_id), episodes_of("envpool", env_id), strict=True
-    ):
-        assert stats.ks_2samp(one, other).pvalue > 0.001
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rollout_has_each_step_of_each_episode(mode):
-    def make(num_envs):
-        lengths = range(2, 2 + num_envs)
-        return SyncVectorEnv(
-            [partial(CountingEnv, length) for length in lengths], autoreset_mode=mode
-        )
-
-    lengths = np.array([2, 3, 4, 5])
-    for rollout in rollouts(
-        make, CategoricalPolicy(linear(1, 2)), 7, times=5, num_workers=1, num_envs=4
-    ):
-        seen, led_to = rollout.observations[..., 0], following(rollout)[..., 0]
-        np.testing.assert_array_equal(led_to, seen + 1)
-        np.testing.assert_array_equal(led_to, rollout.rewards)
-        np.testing.assert_array_equal(rollout.starts, seen[0] == 0)
-        np.testing.assert_array_equal(rollout.truncations, led_to == lengths)
-        assert (rollout.observations[1:][rollout.truncations[:-1]] == 0).all()
-        assert np.isin(rollout.episodic_lengths, lengths).all()
-        assert len(rollout.episodic_lengths) >= rollout.truncations.sum()
-        np.testing.assert_array_equal(
-            rollout.episodic_returns, rollout.episodic_lengths * (rollout.episodic_lengths + 1) / 2
-        )
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
     space = spaces.Dict(a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3))
@@ -191,76 +130,6 @@ def test_rollouts_equal_those_of_environments_that_step_one_by_one(mode):
     for one, other in pairs:
         for name in FIELDS.split():
             assert_same(getattr(other, name), getattr(one, name), name)
-
-
-class Bytes(SyncVectorEnv):
-    """Environments whose observations have a different dtype than their space."""
-
-    def reset(self, **options):
-        observations, infos = super().reset(**options)
-        return observations.astype(np.uint8), infos
-
-    def step(self, actions):
-        observations, *rest = super().step(actions)
-        return observations.astype(np.uint8), *rest
-
-
-def test_observations_get_the_dtype_of_their_space():
-    def make(num_envs):
-        return Bytes([partial(CountingEnv, 3)] * num_envs, autoreset_mode="Disabled")
-
-    for rollout in rollouts(make, CategoricalPolicy(linear(1, 2)), 5, times=2, num_envs=4):
-        for name in ("observations", "final_observations", "next_observations"):
-            assert getattr(rollout, name).dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    "mode, kind",
-    [*((mode, CategoricalPolicy) for mode in MODES), (AutoresetMode.SAME_STEP, GaussianPolicy)],
-)
-def test_log_probs_and_divergence_belong_to_the_delivered_observations(mode, kind):
-    space = spaces.Dict(
-        a=spaces.Box(-1, 1, (2,)), b=spaces.Discrete(3), c=spaces.Box(0, 255, (1, 2), np.uint8)
-    )
-    action_space = (
-        spaces.Discrete(3) if kind is CategoricalPolicy else spaces.Box(-np.inf, np.inf, (3,))
-    )
-    net = MixedNet(5, 3)
-    policy = (
-        kind(net) if kind is CategoricalPolicy else kind(net, torch.nn.Parameter(torch.zeros(3)))
-    )
-
-    def make(num_envs):
-        return SyncVectorEnv(
-            [partial(RandomEnv, space, action_space)] * num_envs, autoreset_mode=mode
-        )
-
-    with ClusterEnv(make, 2, num_envs=5, kl_threshold=np.inf, weights="float32") as envs:
-        envs.reset(seed=1)
-        found = [envs.rollout(policy, 9, overlap=step < 3) for step in range(4)]
-        assert envs.divergence.max() < 1e-6  # the same policy acted on all observations
-        envs.send(7)
-        found += [envs.recv()[1] for _ in range(2)]
-        acted = deepcopy(policy)
-        change(policy, 0.1)
-        envs.publish(policy)
-        assert 0 < envs.divergence.min() < 1
-    for rollout in found:
-        flat = map_space(
-            lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), space, rollout.observations
-        )
-        with torch.no_grad():
-            distribution = acted.distribution(acted(to_tensors(flat, acted)))
-        expected = distribution.log_prob(torch.as_tensor(rollout.actions).flatten(0, 1))
-        np.testing.assert_allclose(rollout.logprobs.ravel(), expected, atol=1e-5)
-        ended = (rollout.terminations | rollout.truncations).sum()
-        assert (
-            len(rollout.final_observations["a"])
-            == len(rollout.final_observations["c"])
-            == ended
-            > 0
-        )
-        assert rollout.final_observations["c"].dtype == np.uint8
 
 
 def test_seeds(backend):
@@ -289,33 +158,6 @@ def test_seeds(backend):
         np.testing.assert_array_equal(first, envs.reset(seed=1)[0])
 
 
-def test_each_seed_counts_under_a_wrapper_too():
-    def make(num_envs):
-        envs = SyncVectorEnv(
-            [partial(gym.make, "CartPole-v1")] * num_envs, autoreset_mode="SameStep"
-        )
-        return RecordEpisodeStatistics(envs)
-
-    with ClusterEnv(make, 1, num_envs=3) as envs:
-        observations = envs.reset(seed=[10, 500, 7])[0]
-        assert_same(envs.reset(seed=[10, 501, 7])[0][[0, 2]], observations[[0, 2]])
-        assert (envs.reset(seed=500)[0][0] == observations[1]).all()
-
-
-def test_threads_change_nothing_but_the_time():
-    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-
-    def run(**kwargs):
-        make = partial(make_vec, "envpool", "CartPole-v1", **kwargs)
-        return rollouts(make, CategoricalPolicy(linear(4, 2)), 50, times=3, num_envs=14)
-
-    found = run(num_threads=3)
-    assert all(len(rollout.episodic_lengths) > 20 for rollout in found)
-    for one, other in zip(found, run(), strict=True):
-        for name in FIELDS.split():
-            assert_same(getattr(one, name), getattr(other, name), name)
-
-
 def test_killed_worker_is_replaced(backend, workers):
     policy = CategoricalPolicy(linear(4, 2))
     with ClusterEnv(partial(make_by, backend, "CartPole-v1"), 2, num_envs=4) as envs:
@@ -327,39 +169,6 @@ def test_killed_worker_is_replaced(backend, workers):
             np.testing.assert_allclose(
                 following(rollout), moved(rollout.observations, rollout.actions), atol=1e-5
             )
-        assert len(envs.restarts) == 1
-
-
-def make_breakout(num_envs, **kwargs):
-    import ale_py
-
-    gym.register_envs(ale_py)
-    return make_vec("vector", "ALE/Breakout-v5", num_envs, episodic_life=True, **kwargs)
-
-
-@pytest.mark.long
-def test_ales_own_vector_version_has_one_thread_and_sends_each_frame_once():
-    before = len(os.listdir("/proc/self/task"))
-    envs = make_breakout(4)
-    assert len(os.listdir("/proc/self/task")) == before + 1
-    envs.close()
-    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
-    whole = rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32")
-    stacked = rollouts(make_breakout, policy, 50, 4, num_envs=4, weights="float32", frame_stack=4)
-    for rollout, expected in zip(stacked, whole, strict=True):
-        assert len(rollout.observations.frames) < 200 * 2
-        rollout.observations = np.asarray(rollout.observations)
-        for name in FIELDS.split():
-            assert_same(getattr(rollout, name), getattr(expected, name))
-    assert sum(len(rollout.final_observations) for rollout in whole) > 0
-
-
-def test_fresh_seeds_are_ones_that_every_environment_takes(workers):
-    policy = CategoricalPolicy(nn.Sequential(nn.Flatten(), linear(4 * 84 * 84, 4)))
-    with ClusterEnv(make_breakout, 1, num_envs=2, worker_timeout=5) as envs:
-        envs.reset(seed=7)  # fresh seeds of 32 bits would be too large for ALE
-        os.kill(next(iter(workers())), signal.SIGKILL)
-        envs.rollout(policy, 5)
         assert len(envs.restarts) == 1
 
 
@@ -494,14 +303,6 @@ def test_environments_whose_steps_may_be_dead_are_refused(make, says, workers):
     assert workers() == before
 
 
-def test_lunar_lander_v2_which_gymnasium_no_longer_has():
-    pytest.importorskip("envpool", reason="EnvPool is not installed: pip install envpool")
-    make = partial(make_vec, "envpool", "LunarLander-v2")
-    (rollout,) = rollouts(make, CategoricalPolicy(linear(8, 4)), 200, times=1, num_envs=2)
-    assert rollout.terminations.any()
-    assert np.isfinite(rollout.observations).all()
-
-
 @pytest.mark.parametrize("backend", ["vector", "envpool"])
 def test_two_lines_of_a_page_put_environments_that_step_together_into_a_script(tmp_path, backend):
     if backend == "envpool":
@@ -523,9 +324,3 @@ def test_two_lines_of_a_page_put_environments_that_step_together_into_a_script(t
     _, summary = scripts.train(script, tmp_path, *flags)
     # The arguments reach the environments of training and of the evaluation.
     assert (summary["mean_return_100"], summary["eval_return_mean"]) == (7, 7)
-
-
-def test_a_mistake_of_the_script_is_not_taken_for_one_of_its_flags():
-    args = SimpleNamespace(env_id="CartPole-v1", env_kwargs="a=1", capture_video=True)
-    with pytest.raises(AttributeError, match="no attribute 'b'"), one_line_for_environments(args):
-        args.b  # noqa: B018

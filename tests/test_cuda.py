@@ -15,14 +15,12 @@ import pytest
 import torch
 from torch.distributions import Distribution
 
-from clusterenv_runtime import ClusterEnv
 from clusterenv_utils import CudaGraph, FrameReplayBuffer, ScriptError, device_with_room
 from dqn_clusterenv import ReplayBuffer, make_transitions
 from experiments.benchmarks.steps import SCRIPTS, loss_of, make
 
 from . import scripts
 from .algorithms.test_formulas import chunk_of, in_frames
-from .envs import RenderingEnv
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 STEPS = 10  # the first three are eager, and the fourth is captured
@@ -78,15 +76,6 @@ def test_on_a_cpu_a_step_is_a_call_of_the_function(name):
     assert torch.equal(take(wrapped, wrapped.graph(), range(number)), expected)
     assert torch.equal(weights(wrapped), weights(plain))
     assert not torch.equal(weights(plain), before)
-
-
-def test_a_step_gets_the_fixed_arguments_and_then_its_tensors():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.Adam([parameter], lr=0.5)
-    step = CudaGraph(lambda *arguments: arguments, optimizer, "fixed")
-    mb = {"obs": torch.ones(2)}
-    assert step(mb) == (optimizer, "fixed", mb)
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 class Graph(CudaGraph):
@@ -156,15 +145,6 @@ def test_a_graph_that_computes_something_else_ends_the_run_in_one_line(no_gpu, r
             take(learner, graph, range(3, 4))
 
 
-def test_an_error_in_a_step_leaves_the_learning_rate_a_number(no_gpu):
-    learner = make("ppo", "cpu")
-    graph = CudaGraph(learner.update, learner.optimizer, *learner.fixed)
-    graph._rates = [torch.ones(())]
-    with pytest.raises(KeyError), graph._rates_as_tensors(capturable=False):
-        graph._step({})
-    assert learner.optimizer.param_groups[0]["lr"] == 2**-10
-
-
 @on_gpu
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_steps_of_a_graph_equal_eager_steps(name):
@@ -223,17 +203,6 @@ def test_nothing_in_a_step_waits_for_the_gpu(name):
         torch.cuda.set_sync_debug_mode("default" if number == 4 else "error")
         step(batch)
     torch.cuda.set_sync_debug_mode("default")
-
-
-@on_gpu
-def test_the_results_of_a_step_are_overwritten_by_the_next_step():
-    learner = make("ppo", "cuda")
-    step = learner.graph()
-    take(learner, step, range(4))
-    one = step(minibatch(learner, 4))
-    loss = one["value_loss"].item()
-    other = step(minibatch(learner, 5))
-    assert one["value_loss"].item() == other["value_loss"].item() != loss
 
 
 @on_gpu
@@ -330,20 +299,6 @@ def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
     rewards = set(sample["rewards"].flatten().tolist())
     again = here.sample(*numbers, torch.device("cpu"))
     assert rewards == set(again["rewards"].flatten().tolist())
-
-
-class OnGpuEnv(RenderingEnv):
-    """An environment that computes on a GPU."""
-
-    def render(self):
-        return torch.arange(100, device="cuda").sum().item()
-
-
-@on_gpu
-def test_environments_of_forked_workers_compute_on_a_gpu():
-    with ClusterEnv([OnGpuEnv] * 4, 2) as envs:
-        envs.reset(seed=1)
-        assert envs.render() == (4950,) * 4
 
 
 @on_gpu

@@ -49,17 +49,7 @@ NOT_RUN = re.compile(r"\*Not run by the tests: (.*?)\.\*", re.DOTALL)
 OF_OTHERS = "git", "kubectl", "podman", "ray", "scp", "squeue", "ssh", "tail", "wandb"
 PROGRAMS_IN_TEXT = "make", "pip", "python", "sbatch", "source", "torchrun", "uv", *OF_OTHERS
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(PROGRAMS_IN_TEXT)})\s[^`]+")
-MODULES = [
-    name
-    for name in (
-        "experiments",
-        "tests",
-        "verification",
-        "clusterenv_runtime",
-        "clusterenv_utils",
-        "docs",
-    )
-]
+MODULES = "experiments", "tests", "verification", "clusterenv_runtime", "clusterenv_utils", "docs"
 
 
 def name_of(page):

@@ -1,15 +1,9 @@
 """Which episodes are counted, and with which return and length."""
 
 import gymnasium as gym
-import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers import (
-    RecordEpisodeStatistics,
-    TimeLimit,
-    TransformReward,
-    vector,
-)
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit, TransformReward
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 
@@ -130,13 +124,3 @@ def test_episodes_are_counted_alike_where_environments_step_together(kind, mode)
         return SyncVectorEnv([env_fn] * num_envs, autoreset_mode=mode)
 
     assert episodes_of(make, num_envs=1) == (returns, lengths)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_statistics_of_a_vector_environment_count_the_rewards_inside_their_wrapper(mode):
-    def make(num_envs):
-        inside = SyncVectorEnv([CountingEnv] * num_envs, autoreset_mode=mode)
-        counted = vector.RecordEpisodeStatistics(inside, stats_key="own")
-        return vector.TransformReward(counted, lambda reward: 10 * np.asarray(reward))
-
-    assert episodes_of(make, num_envs=1) == ([15, 15], [5, 5])

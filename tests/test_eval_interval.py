@@ -2,11 +2,8 @@
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +22,7 @@ from clusterenv_utils.trained import load_model
 from . import scripts
 from .envs import CountingEnv
 from .nets import linear
-from .patience import PATIENCE, wait_until
+from .patience import wait_until
 from .scripts import PPO, TINY
 from .slurm.machine import free_ports
 
@@ -195,42 +192,3 @@ def test_training_is_the_same_with_and_without_evaluations(tmp_path):
     assert len(logged) >= 2 and logged[-1][0] == 320
     np.testing.assert_allclose(sorted(summary["evaluations"]), sorted(logged[:-1]), rtol=1e-6)
     assert os.path.exists(folder / "ppo_clusterenv.best.cleanrl_model")
-
-
-def evaluating_worker(process):
-    """Return the pid of the worker that evaluates, or None while there is none."""
-    for server in scripts.children_of(process.pid):
-        for pid in [server, *scripts.children_of(server)]:
-            with contextlib.suppress(FileNotFoundError):
-                environ = os.readlink(f"/proc/{pid}/fd/1")
-                if "workers/evaluation/" in environ:
-                    return pid
-    return None
-
-
-@pytest.mark.long
-def test_the_worker_that_evaluates_is_replaced_and_ends_with_the_run(tmp_path):
-    flags = [*TINY[PPO], "--total-timesteps", "38400", "--eval-interval", "64"]
-    process, _ = scripts.start_and_await_training(PPO, tmp_path, *flags)
-    wait_until(lambda: evaluating_worker(process))
-    worker = evaluating_worker(process)
-    os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: evaluating_worker(process) not in (None, worker))
-    another = evaluating_worker(process)
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 75 and time.monotonic() - began < PATIENCE
-    assert "workers/evaluation/worker-0.log" in errors and "another is started" in errors
-    assert errors.splitlines()[-1].startswith("interrupted; to resume:")
-    assert not scripts.alive(another)
-
-
-def test_a_dry_run_prints_the_command_of_the_worker_that_evaluates(tmp_path):
-    result = subprocess.run(
-        [sys.executable, scripts.ROOT / PPO, *TINY[PPO], "--eval-interval", "64", "--dry-run",
-         "--num-workers", "1", "--bind-address", "127.0.0.1", "--port", "7000"],
-        cwd=tmp_path, env=scripts.environment(), capture_output=True, text=True,
-    )  # fmt: skip
-    addresses = [line.split("--connect ")[1].split()[0] for line in result.stdout.splitlines()]
-    assert addresses == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 from torch.distributions import Distribution
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EpsilonGreedyPolicy
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 
 from .envs import CountingEnv, assert_same
 from .nets import linear
@@ -144,28 +144,6 @@ def test_training_does_not_repeat_itself_after_evaluations():
     assert len({array.tobytes() for array in seen}) == 3
 
 
-@pytest.mark.parametrize("seed", [None, [3, None]])
-def test_training_without_seeds_does_not_repeat_itself_either(seed):
-    policy = CategoricalPolicy(linear(1, 2))
-    with made(1, 2) as envs:
-        envs.reset(seed=seed)
-        seen = []
-        for _ in range(3):
-            envs.evaluate(policy, 2)
-            seen.append(envs.rollout(policy, 9).observations[0, 1].item())
-    assert len(set(seen)) == 3
-
-
-def test_the_mode_is_the_greedy_action_whatever_epsilon_is():
-    policy = EpsilonGreedyPolicy(nn.Linear(1, 2), epsilon=1.0)
-    nn.init.zeros_(policy.q_network.weight)
-    policy.q_network.bias.data = torch.tensor([0.0, 1.0])
-    with made(1, 1) as envs:
-        numbers = {"seed": np.int64(7), "max_steps": np.int64(99)}
-        found = envs.evaluate(policy, np.int64(1), deterministic=np.True_, **numbers)
-    assert found.returns.tolist() == found.lengths.tolist()
-
-
 def test_outstanding_rollouts_come_after_an_evaluation():
     policy = CategoricalPolicy(linear(1, 2))
     with made() as envs:
@@ -191,11 +169,6 @@ def test_a_loop_that_steps_must_reset_after_an_evaluation():
             envs.step(np.zeros(2, int))
         envs.reset()
         envs.step(np.zeros(2, int))
-
-
-def test_an_environment_that_exists_once_in_a_process_is_evaluated():
-    with ClusterEnv([partial(Seeded, 1)] * 2, 2) as envs:
-        assert len(envs.evaluate(CategoricalPolicy(linear(1, 2)), 5).returns) == 5
 
 
 def test_a_worker_that_dies_is_replaced_and_plays_again(workers, tmp_path):
@@ -268,18 +241,6 @@ def test_closing_does_not_wait_for_the_end_of_an_evaluation(caplog):
     assert time.monotonic() - began < 20 and "killed" not in caplog.text
 
 
-def test_the_error_for_a_return_that_is_not_finite_names_the_environment():
-    class Odd(CountingEnv):
-        def step(self, action):
-            observation, _, *others = super().step(action)
-            return observation, np.nan, *others
-
-    with ClusterEnv([CountingEnv, Odd], 1) as envs:
-        with pytest.raises(ValueError, match="not all rewards are finite") as error:
-            envs.evaluate(CategoricalPolicy(linear(1, 2)), 2)
-        assert "environment 1" in str(error.value.__cause__)
-
-
 class NoMode(CategoricalPolicy):
     def distribution(self, params):
         class Odd(Distribution):
@@ -317,21 +278,3 @@ def test_misuse_is_one_line():
         envs.reset()
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             envs.evaluate(CategoricalPolicy(linear(3, 2)), 1)
-
-
-def test_an_error_names_the_environment_and_needs_a_reset():
-    class Raises(CountingEnv):
-        def step(self, action):
-            raise KeyError("broken")
-
-    with ClusterEnv([Raises, CountingEnv], 2) as envs:
-        policy = CategoricalPolicy(linear(1, 2))
-        with pytest.raises(KeyError, match="broken") as error:
-            envs.evaluate(policy, 2)
-        assert "environment 0" in str(error.value.__cause__)
-        with pytest.raises(
-            ResetNeeded, match="before all environments are `reset`, because one has raised"
-        ):
-            envs.evaluate(policy, 2)
-        envs.reset()
-        assert envs.evaluate(policy, 1).returns.tolist() == [15]

@@ -2,13 +2,10 @@
 
 import msgspec
 import pytest
-import torch
 
 from clusterenv_runtime import ClusterEnv
 from clusterenv_utils.checkpoint import (
-    load_checkpoint,
     rng_state,
-    save_checkpoint,
     set_rng_state,
 )
 from clusterenv_utils.logs import LearningCurve
@@ -20,32 +17,6 @@ from .envs import CountingEnv
 def envs():
     with ClusterEnv([CountingEnv], 1) as envs:
         yield envs
-
-
-def an_optimizer(steps=0):
-    """Return an optimizer like the scripts', and its parameters, of which one gets no gradient."""
-    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((3, 2), (2,), (5,))]
-    optimizer = torch.optim.Adam(parameters, lr=0.1, eps=1e-5, fused=True)
-    for _ in range(steps):
-        for parameter in parameters[:2]:
-            parameter.grad = parameter.detach() ** 2
-        optimizer.step()
-    return optimizer, parameters
-
-
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_optimizer_goes_on_as_it_was(tmp_path, steps):
-    optimizer, parameters = an_optimizer(steps)
-    save_checkpoint(tmp_path, {"state": optimizer.state_dict()}, 1)
-    other, others = an_optimizer()
-    other.load_state_dict(load_checkpoint(tmp_path)["state"])
-    with torch.no_grad():
-        for parameter, of_other in zip(parameters, others, strict=True):
-            of_other.copy_(parameter)
-            of_other.grad = parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    other.step()
-    assert all(torch.equal(*each) for each in zip(parameters, others, strict=True))
 
 
 @pytest.mark.parametrize(

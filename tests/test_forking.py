@@ -1,9 +1,6 @@
 """Workers that are forked from one process, the fork server."""
 
-import contextlib
 import errno
-import json
-import logging
 import math
 import os
 import random
@@ -13,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -25,10 +21,8 @@ from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
 from clusterenv_runtime.launchers import fork_server
 from clusterenv_runtime.launchers.local import import_path
 
-from .envs import CountingEnv, RenderingEnv
-from .machine import do_without
-from .patience import assert_ended, wait_until
-from .scripts import ROOT
+from .envs import CountingEnv
+from .patience import wait_until
 
 
 def server_of(pid):
@@ -41,9 +35,6 @@ class TellingEnv(CountingEnv):
 
     def rendered_by(self):
         return sys.modules["renders"].BY
-
-    def path_of(self, module):
-        return sys.modules[module].__file__
 
     def tell(self):
         return {
@@ -84,18 +75,6 @@ def test_workers_are_forked_from_one_process_and_resemble_spawned_workers(monkey
         assert envs.call("tell")[0]["path"] == import_path()
 
 
-@pytest.mark.long
-def test_a_module_to_preload_is_found_on_the_current_path(monkeypatch, tmp_path):
-    for name in ("one", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "preloaded_here.py").touch()
-        with monkeypatch.context() as patch:
-            patch.syspath_prepend(tmp_path / name)
-            with ClusterEnv([TellingEnv], 1, worker_preload="preloaded_here") as envs:
-                (path,) = envs.call("path_of", "preloaded_here")
-        assert path == str(tmp_path / name / "preloaded_here.py")
-
-
 def test_a_preloaded_module_sees_the_variables_of_its_own_cluster_env(monkeypatch, tmp_path):
     (tmp_path / "renders.py").write_text("import os\nBY = os.environ.get('RENDERS_BY')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -121,52 +100,12 @@ def test_the_process_that_forks_has_one_thread_one_socket_and_no_keys():
         assert not any("clusterenv-" in file for file in files)
 
 
-def test_spawned_workers_are_children_of_the_head():
-    with ClusterEnv([TellingEnv] * 2, 2, worker_start="spawn") as envs:
-        assert {server_of(each["pid"]) for each in envs.call("tell")} == {os.getpid()}
-
-
-def test_modules_are_imported_once_before_workers_are_forked():
-    with ClusterEnv([TellingEnv], 1, worker_preload="colorsys wave") as envs:
-        assert "wave" in envs.call("tell")[0]["modules"]
-    with ClusterEnv([TellingEnv], 1) as envs:
-        assert "wave" not in envs.call("tell")[0]["modules"]
-
-
-def test_a_module_that_cannot_be_preloaded_is_one_line():
-    text = "worker_preload: cannot import nonesuch: ModuleNotFoundError: No module named 'nonesuch'"
-    with pytest.raises(StartupError, match=f"^{text}$"):
-        ClusterEnv([CountingEnv], 1, worker_preload="nonesuch")
-
-
 @pytest.mark.parametrize(
     "options", [{"worker_start": "spawn"}, {"worker_prefix": "nice -n 0"}, {"launcher": "external"}]
 )
 def test_preloading_is_for_workers_that_are_forked(options):
     with pytest.raises(ValueError, match="^worker_preload is for forked workers"):
         ClusterEnv([CountingEnv], 1, worker_preload="wave", **options)
-
-
-@pytest.mark.long
-def test_workers_outlive_the_process_that_they_were_forked_from(workers, caplog):
-    with ClusterEnv([TellingEnv] * 2, 2) as envs:
-        envs.reset()
-        for _ in range(2):
-            before = [each["pid"] for each in envs.call("tell")]
-            server = server_of(before[1])
-            os.kill(server, signal.SIGKILL)
-            assert_ended([server])
-            assert [each["pid"] for each in envs.call("tell")] == before
-            os.kill(before[1], signal.SIGKILL)
-            wait_until(lambda: envs.step([0, 0])[3][1])
-            pid = envs.call("tell")[1]["pid"]
-            assert pid not in before and server_of(pid) not in (server, os.getpid())
-        reasons = [restart["reason"] for restart in envs.restarts]
-        assert len(reasons) == 2 and all("died" in reason for reason in reasons)
-    assert [each.message for each in caplog.records if "that forks" in each.message] == [
-        "the process that forks workers was lost"
-    ] * 2
-    assert not workers()
 
 
 def test_a_fork_that_the_system_refuses_ends_the_run_with_one_line(tmp_path, monkeypatch):
@@ -239,78 +178,3 @@ def test_environments_start_threads_and_processes_and_draw():
     with ClusterEnv([OddEnv] * 2, 2) as envs:
         envs.reset(seed=1)
         assert envs.render() == ((400, 600, 3),) * 2
-
-
-class OpenGLEnv(RenderingEnv):
-    """Draws with OpenGL."""
-
-    def render(self):
-        size = {"width": 64, "height": 48}
-        with contextlib.closing(
-            gym.make("InvertedPendulum-v5", render_mode="rgb_array", **size)
-        ) as env:
-            env.reset(seed=1)
-            return env.render()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("preload", ["", "mujoco gymnasium.envs.mujoco"])
-def test_environments_make_opengl_contexts(monkeypatch, preload):
-    monkeypatch.setenv("MUJOCO_GL", "egl")
-    code = "import mujoco; mujoco.GLContext(64, 48).make_current()"
-    if subprocess.run([sys.executable, "-c", code], capture_output=True).returncode:
-        do_without("MuJoCo cannot draw by EGL here: apt-get install libegl1 libgl1-mesa-dri")
-    with ClusterEnv([OpenGLEnv] * 2, 2, worker_preload=preload) as envs:
-        envs.reset()
-        one, other = envs.render()
-        assert one.shape == (48, 64, 3) and one.std() > 0
-        assert np.array_equal(one, other)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "command",
-    [
-        "{}",
-        "{} <&-",
-        "{} >&-",
-        "{} 2>&-",
-        "{} <&- >&- 2>&-",
-        "nohup {}",
-        "env -i PYTHONPATH=$PYTHONPATH setsid {}",  # much as cron and systemd start it
-    ],
-)
-def test_a_head_that_is_started_without_a_terminal_forks_workers(tmp_path, command):
-    code = f"""
-    import json, os
-    from clusterenv_runtime import ClusterEnv
-    from tests.test_forking import TellingEnv, server_of
-    with ClusterEnv([TellingEnv] * 2, 2) as envs:
-        envs.reset()
-        envs.step([0, 0])
-        pids = [each["pid"] for each in envs.call("tell")]
-        told = [os.getpid(), *map(server_of, pids)]
-        with open({str(tmp_path / "told")!r}, "w") as file:
-            json.dump(told, file)
-    """
-    path = tmp_path / "head.py"
-    path.write_text(textwrap.dedent(code))
-    command = command.format(f"{sys.executable} {path}")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, shell=True, env=env, check=True)
-    head, *servers = json.loads((tmp_path / "told").read_text())
-    assert servers[0] == servers[1] != head
-
-
-def test_a_thread_of_the_head_changes_nothing(caplog):
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    try:
-        with caplog.at_level(logging.WARNING), ClusterEnv([partial(CountingEnv)] * 2, 2) as envs:
-            envs.reset()
-            envs.step([0, 0])
-        assert not caplog.records
-    finally:
-        stop.set()
-        thread.join()

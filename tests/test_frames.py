@@ -1,7 +1,6 @@
 """Stacks of frames: a rollout that sends each frame once returns the environments' stacks."""
 
 import os
-import signal
 from functools import partial
 
 import gymnasium as gym
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
 from gymnasium.wrappers import FrameStackObservation, TransformObservation
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,11 +77,7 @@ def timelines(draw):
 
     Most stacks continue the previous one, and some do not.
     """
-    num_steps, num_envs, size = (
-        draw(st.integers(1, 6)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-    )
+    num_steps, num_envs, size = (draw(st.integers(1, most)) for most in (6, 3, 4))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     ended = rng.random((num_steps, num_envs)) < 0.3
     stacks = np.empty((num_steps + 1, num_envs, size, 2), np.uint8)
@@ -91,21 +85,17 @@ def timelines(draw):
     for step, env in np.ndindex(num_steps + 1, num_envs):
         # There are so few values that different frames are often equal.
         frame = rng.integers(0, 3, (1, 2), np.uint8)
-        stack = (
-            np.concatenate([stacks[step - 1, env, 1:], frame]) if step else frame.repeat(size, 0)
-        )
         kind = draw(st.sampled_from(["goes on", "goes on", "repeats", "is new"]))
-        if kind != "goes on":
-            stack = (
-                frame.repeat(size, 0)
-                if kind == "repeats"
-                else rng.integers(0, 3, (size, 2), np.uint8)
-            )
+        if kind == "goes on" and step:
+            stack = np.concatenate([stacks[step - 1, env, 1:], frame])
+        elif kind == "is new":
+            stack = rng.integers(0, 3, (size, 2), np.uint8)
+        else:
+            stack = frame.repeat(size, 0)
         stacks[step, env] = stack
         if step < num_steps and ended[step, env]:
-            finals.append(
-                np.concatenate([stack[1:], frame]) if draw(st.booleans()) else stack[::-1]
-            )
+            goes_on = np.concatenate([stack[1:], frame])
+            finals.append(goes_on if draw(st.booleans()) else stack[::-1])
     return stacks, np.array(finals, np.uint8).reshape(-1, size, 2), ended
 
 
@@ -145,64 +135,27 @@ def test_rollouts_with_stacks_equal_those_without(make_env):
     for frames in ({}, {"frame_stack": 4}):
         with ClusterEnv([make_env] * 5, 2, **frames, weights="float32") as envs:
             envs.reset(seed=1)
-            rollouts.append(
-                [
-                    envs.rollout(CategoricalPolicy(net), 20, overlap=number < 3)
-                    for number in range(4)
-                ]
-            )
+            policy = CategoricalPolicy(net)
+            found = [envs.rollout(policy, 20, overlap=number < 3) for number in range(4)]
             envs.send(7)
-            rollouts[-1] += [envs.recv(worker)[1] for worker in range(2)]
-            rollouts[-1].append(envs.step(np.ones(5, np.int64))[0])  # `step` folds nothing
+            found += [envs.recv(worker)[1] for worker in range(2)]
+            found.append(envs.step(np.ones(5, np.int64))[0])  # `step` folds nothing
+            rollouts.append(found)
     for plain, folded in zip(*rollouts, strict=True):
         if isinstance(plain, np.ndarray | dict):
             assert_same(folded, plain)
             continue
-        screens = (
-            folded.observations["screen"]
-            if isinstance(folded.observations, dict)
-            else folded.observations
-        )
+        seen = folded.observations
+        screens = seen["screen"] if isinstance(seen, dict) else seen
         assert isinstance(screens, Frames) and len(screens.frames) < screens.index.size
+        folded.observations = (
+            {key: np.asarray(leaf) for key, leaf in seen.items()}
+            if isinstance(seen, dict)
+            else np.asarray(seen)
+        )
         for name in vars(plain):
-            found = getattr(folded, name)
-            if name == "observations":
-                arrays = (
-                    {key: np.asarray(leaf) for key, leaf in found.items()}
-                    if isinstance(found, dict)
-                    else found
-                )
-                found = np.asarray(found) if arrays is found else arrays
-            assert_same(found, getattr(plain, name))
+            assert_same(getattr(folded, name), getattr(plain, name))
     assert sum(len(rollout.final_observations) for rollout in rollouts[0][:4]) > 0
-
-
-def test_a_rollout_equals_gymnasiums_loop():
-    torch.manual_seed(1)
-    policy = CategoricalPolicy(Net())
-    single = SyncVectorEnv([stacked] * 3, autoreset_mode="SameStep")
-    with ClusterEnv([stacked] * 3, 2, frame_stack=4) as envs:
-        seen, _ = single.reset(seed=5)
-        envs.reset(seed=5)
-        rollout = envs.rollout(policy, 40)
-        for step, actions in enumerate(rollout.actions):
-            assert_same(rollout.observations[step], seen)
-            seen, _, terminations, truncations, infos = single.step(actions)
-            assert_same(rollout.terminations[step], terminations)
-        assert_same(rollout.next_observations, seen)
-    single.close()
-
-
-def test_a_replacement_begins_with_stacks_of_its_own():
-    with ClusterEnv([stacked] * 4, 2, frame_stack=4, worker_timeout=5) as envs:
-        envs.reset(seed=1)
-        policy = CategoricalPolicy(Net())
-        envs.rollout(policy, 5)
-        os.kill(envs.call("pid")[0], signal.SIGKILL)
-        rollout = envs.rollout(policy, 5)
-        assert rollout.starts[:2].all()
-        first = rollout.observations[0, :2]
-        assert (first == first[:, -1:]).all()
 
 
 def test_a_text_beside_stacks_can_be_stepped():
@@ -216,18 +169,12 @@ def test_a_text_beside_stacks_can_be_stepped():
 
 
 def test_frames_behave_like_an_array_of_stacks():
-    frames, index = (
-        np.arange(12).reshape(6, 2),
-        np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]]),
-    )
+    frames = np.arange(12).reshape(6, 2)
+    index = np.array([[[0, 1], [1, 2]], [[2, 3], [5, 5]], [[3, 4], [0, 0]]])
     stacks = Frames(frames, index)
     whole = np.asarray(stacks)
-    assert (stacks.shape, stacks.dtype, len(stacks), whole.shape) == (
-        (3, 2, 2, 2),
-        frames.dtype,
-        3,
-        (3, 2, 2, 2),
-    )
+    assert stacks.shape == whole.shape == (3, 2, 2, 2)
+    assert (stacks.dtype, len(stacks)) == (frames.dtype, 3)
     flat = stacks.reshape(-1, *stacks.shape[2:])
     which = np.array([4, 0, 5])
     assert_same(flat[which], whole.reshape(6, 2, 2)[which])

@@ -32,13 +32,7 @@ from clusterenv_runtime.messages import (
     hello_frames,
     worker_frames,
 )
-from clusterenv_runtime.pickling import (
-    Absent,
-    load_exception,
-    pack_exception,
-    to_frames,
-    writer,
-)
+from clusterenv_runtime.pickling import Absent, load_exception, pack_exception, to_frames, writer
 
 from .envs import CountingEnv
 from .nets import linear
@@ -149,47 +143,21 @@ def deep(levels):
 
 LOOPED = []
 LOOPED.append((LOOPED,))
-HOSTILE = [
-    None,
-    True,
-    -1,
-    2,
-    10**6,
-    2**70,
-    1.5,
-    float("nan"),
-    "text",
-    "\x1b[2J\n",
-    "M8[s/0]",
-    b"bytes",
-    (),
-    [],
-    {},
-    {1: 2},
-    [("a", 1)],
-    LOOPED,
-    deep(300),
-    1j,
-    Absent("x"),
-    np.float32(2),
-    np.zeros(0),
-    np.zeros((STEPS, 1)),
+FRAMES_OF_2 = np.zeros((2, 1), np.float32)
+HOSTILE = [None, True, -1, 2, 10**6, 2**70, 1.5, 1j, float("nan"), "text", "\x1b[2J\n", "M8[s/0]"]
+HOSTILE += [b"bytes", (), [], {}, {1: 2}, [("a", 1)], LOOPED, deep(300), Absent("x"), np.float32(2)]
+HOSTILE += [
+    *(np.zeros(shape) for shape in (0, (STEPS, 1))),
     np.zeros((STEPS, 1), np.int64),
     np.zeros((STEPS, 1, 1), np.float32),
-    np.zeros((10**5, 1), bool),
-    np.zeros((1, 10**5), bool),
+    *(np.zeros(shape, bool) for shape in ((10**5, 1), (1, 10**5))),
     np.array(["a"]),
-    np.array([None, "x"], object),
-    np.array([LOOPED, None], object),
+    *(np.array(each, object) for each in ([None, "x"], [LOOPED, None])),
     np.dtype("M8[s]"),
     np.random.default_rng(1),
-    spaces.Discrete(2),
-    spaces.Box(0, 1, (STEPS, 1, 1)),
-    spaces.Dict(a=spaces.Discrete(2)),
+    *(spaces.Discrete(2), spaces.Box(0, 1, (STEPS, 1, 1)), spaces.Dict(a=spaces.Discrete(2))),
     spaces.GraphInstance(1, 2, 3),
-    Frames(np.zeros((2, 1), np.float32), np.zeros((STEPS, 1, 1), np.int32)),
-    Frames(np.zeros((2, 1), np.float32), np.full((STEPS, 1, 1), 0.5)),
-    Frames(np.zeros((2, 1), np.float32), np.full((STEPS, 1, 1), 7)),
+    *(Frames(FRAMES_OF_2, np.full((STEPS, 1, 1), at)) for at in (np.int32(0), 0.5, 7)),
     Frames(spaces.Box(0, 1, (2,)), np.zeros((STEPS, 1), np.int32)),
     Frames(None, LOOPED),
 ]

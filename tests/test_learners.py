@@ -48,15 +48,8 @@ FEW = "--env-id CartPole-v1 --num-workers 4 --envs-per-worker 2 --num-steps 32"
 
 
 def torchrun(number, *flags):
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(number),
-        *flags,
-    ]
+    standalone = ["--standalone", "--nproc-per-node", str(number)]
+    return [sys.executable, "-m", "torch.distributed.run", *standalone, *flags]
 
 
 def train_together(number, script, directory, *flags):
@@ -84,13 +77,12 @@ def test_several_learners_learn_the_same_as_one(tmp_path, number):
 
 def assert_alike(one, several):
     (events, summary), (other_events, other_summary) = one, several
+    both = events, other_events
     for tag in events.Tags()["scalars"]:
         if tag.startswith(("losses/", "charts/")) and tag != "charts/SPS":
-            values, others = (
-                [event.value for event in each.Scalars(tag)] for each in (events, other_events)
-            )
             # The rounding differs, and after some updates some actions differ, too.
-            np.testing.assert_allclose(values[:2], others[:2], rtol=1e-3, atol=2e-5, err_msg=tag)
+            logs = ([event.value for event in each.Scalars(tag)[:2]] for each in both)
+            np.testing.assert_allclose(*logs, rtol=1e-3, atol=2e-5, err_msg=tag)
     for name in ("global_step", "pulls_per_worker"):
         assert summary[name] == other_summary[name]
 
@@ -103,10 +95,8 @@ def test_a_share_of_the_environments_has_the_seeds_and_the_noise_of_its_rows():
             envs.reset(seed=3)
             return envs.rollout(policy, 20)
 
-    whole, second = (
-        rollout(4),
-        rollout(2, learners=SimpleNamespace(first_row=2, sum=lambda own: own)),
-    )
+    whole = rollout(4)
+    second = rollout(2, learners=SimpleNamespace(first_row=2, sum=lambda own: own))
     for name in ("observations", "actions", "rewards"):
         assert_same(getattr(second, name), getattr(whole, name)[:, 2:])
 
@@ -184,14 +174,8 @@ class Together:
 
     def __init__(self, directory, *options, flags=(), begin=("--run-name", "x"), after=-1):
         self.directory = directory
-        command = [
-            *torchrun(2, *options),
-            str(ROOT / SCRIPT),
-            *FLAGS,
-            *flags,
-            *begin,
-            *lasting(directory, 200, 0.01),
-        ]
+        command = [*torchrun(2, *options), str(ROOT / SCRIPT), *FLAGS, *flags, *begin]
+        command += lasting(directory, 200, 0.01)
         self.process = subprocess.Popen(
             command, cwd=directory, env=environment(), stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -307,14 +291,6 @@ def test_a_learner_that_raises_says_why_and_the_first_saves(tmp_path):
     (line,) = lines_of(result.stderr)
     assert is_lost_or_interrupted(line) and "; to resume: torchrun " in line
     assert list((tmp_path / "runs" / "x").glob("checkpoint-*.pt"))
-
-
-@pytest.mark.long
-def test_a_signal_to_one_learner_ends_all_and_the_first_saves(tmp_path):
-    together = Together(tmp_path, flags=["--checkpoint-interval", "0.5"])
-    os.kill(together.learners[1], signal.SIGTERM)
-    (line,) = together.finish()
-    assert is_lost_or_interrupted(line) and "; to resume: torchrun " in line
 
 
 def test_a_lost_learner_is_an_error_in_an_update_and_an_interruption_before_it(monkeypatch):

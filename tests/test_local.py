@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterenv_runtime import StartupError
-from clusterenv_runtime.launchers import LocalLauncher, local, make_launcher
+from clusterenv_runtime.launchers import LocalLauncher, local
 from clusterenv_runtime.launchers.fork_server import is_running
 
 from .patience import assert_ended, wait_until
@@ -36,6 +36,7 @@ def launch(monkeypatch, tmp_path):
     (tmp_path / "stand_in" / "__main__.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(local, "MAIN", "from stand_in.__main__ import main")
+    monkeypatch.setattr(local, "ACTING", ())  # these workers do not act
     launchers = []
 
     def launch(code, number=1, log_dir=tmp_path / "logs", prefix="", **how):
@@ -115,7 +116,7 @@ def test_forked_workers_draw_their_own_numbers_and_are_forked_from_one_process(l
     print(random.random(), np.random.random(), torch.rand(1).item())
     time.sleep(60)
     """
-    launcher = launch(code, 3)
+    launcher = launch(code, 3, preload=["torch"])
     wait_until(lambda: all(text_of(launcher, index).count("\n") for index in range(3)))
     numbers = [text_of(launcher, index).split() for index in range(3)]
     assert len({number for each in numbers for number in each}) == 9
@@ -184,23 +185,6 @@ def test_one_search_serves_all_workers_that_were_killed(launch, monkeypatch):
     wait_until(lambda: all(launcher.exit(index) for index in range(16)))
     wait_until(lambda: all(launcher.has_ended(index) for index in range(16)))
     assert len(searches) == 1
-
-
-def test_a_search_without_a_mark_kills_nothing(monkeypatch):
-    killed = []
-    monkeypatch.setattr(os, "kill", lambda *arguments: killed.append(arguments))
-    for marks in ([], [""], "", "worker", ["worker-", "e"]):
-        assert local.kill_marked(marks) == set()
-    assert killed == []
-
-
-@HOW
-def test_workers_have_time_to_close(launch, fork):
-    launcher = launch("time.sleep(1.5)\nprint('closed')", 3, fork=fork)
-    start = time.monotonic()
-    launcher.stop(30)
-    assert time.monotonic() - start < 15
-    assert [text_of(launcher, index) for index in range(3)] == ["closed\n"] * 3
 
 
 def test_workers_outlive_the_process_that_they_were_forked_from(launch):
@@ -283,20 +267,6 @@ def test_a_program_that_ends_without_stopping_its_workers_ends_at_once(head, tmp
     wait_until(lambda: len(list(tmp_path.glob("*.closed"))) == 2)
 
 
-def test_forked_workers_notice_the_end_of_their_head(head, tmp_path):
-    code = """
-    from clusterenv_runtime.worker.connection import watch
-    head_has_left = watch(int(arguments[arguments.index("--head-pid") + 1]))
-    while not head_has_left(): time.sleep(0.01)
-    open(f"{os.getpid()}.left", "w")
-    """
-    code = textwrap.dedent(code)
-    # A fork of the head holds all of its files open.
-    process = head(code, after="if os.fork() == 0: time.sleep(5)\nos.kill(os.getpid(), 9)")
-    process.wait()
-    wait_until(lambda: len(list(tmp_path.glob("*.left"))) == 2)
-
-
 def test_a_head_that_ignores_the_ends_of_children(head, tmp_path):
     after = """
     os.kill(launcher._processes[0].pid, signal.SIGKILL)
@@ -335,9 +305,3 @@ def test_output_that_does_not_block_is_not_lost(head, fork):
     with open(read) as file:
         assert len(file.read()) == 400_000
     assert process.wait() == 0
-
-
-def test_resources_are_for_launchers_that_give_them():
-    text = "worker_resources goes with a launcher that gives workers resources, not local"
-    with pytest.raises(ValueError, match=text):
-        make_launcher("local", resources="CPU=2")

@@ -59,23 +59,6 @@ def test_temporary_files_and_modules_may_be_in_a_directory_of_any_name(odd, addr
     assert result.stdout == "[[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]\n", result.stderr
 
 
-def test_the_workers_commands_spell_an_odd_directory_name_exactly(odd):
-    flags = [
-        *TINY[PPO],
-        "--launcher",
-        "external",
-        "--bind-address",
-        "lo",
-        "--dry-run",
-    ]
-    command = [sys.executable, str(ROOT / PPO), *flags]
-    variables = environment(PYTHONIOENCODING="utf-8:strict")
-    result = subprocess.run(command, cwd=odd, env=variables, capture_output=True)
-    assert (result.returncode, result.stderr) == (0, b"")
-    lines = result.stdout.splitlines()
-    assert len(lines) == 2 and all(os.fsencode(odd) in line for line in lines)
-
-
 def test_a_run_whose_name_stdout_cannot_encode_still_writes_its_summary(tmp_path):
     flags = [*TINY[PPO], "--run-name", "größe"]
     command = [sys.executable, str(ROOT / PPO), *flags]
@@ -85,20 +68,3 @@ def test_a_run_whose_name_stdout_cannot_encode_still_writes_its_summary(tmp_path
     assert result.stdout.splitlines()[-1].endswith("see runs/größe".encode())
     summary = json.loads((tmp_path / "runs" / "größe" / "summary.json").read_text())
     assert summary["global_step"] == 320
-
-
-def test_a_summary_is_written_before_its_results_are_printed(tmp_path):
-    """A program that reads the results may look for the file at once."""
-    command = [
-        sys.executable,
-        str(ROOT / PPO),
-        *TINY[PPO],
-        "--run-name",
-        "x",
-    ]
-    options = {"cwd": tmp_path, "env": environment(), "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, **options)
-    found = [(line, (tmp_path / "runs/x/summary.json").exists()) for line in process.stdout]
-    assert process.wait() == 0
-    results = [exists for line, exists in found if "in the evaluation" in line]
-    assert results == [True]

@@ -91,16 +91,6 @@ def test_runs_of_three_libraries_appear_side_by_side(runs, capsys):
     assert capsys.readouterr().err.splitlines() == says
 
 
-def test_a_flag_that_only_one_setting_has_is_in_its_label(runs):
-    log(runs / "x", [1])
-    log(runs / "y", [2], OURS | {"mine": 1})
-    rows = compare("runs/x", "runs/y")
-    assert {row["setting"]: row["iqm"] for row in rows} == {
-        "ppo_clusterenv": "1.0",
-        "mine=1": "2.0",
-    }
-
-
 def test_runs_on_several_environments_are_refused(runs):
     log(runs / "x", [1])
     log(runs / "y", [2], OURS | {"env_id": "Acrobot-v1"})
@@ -132,12 +122,6 @@ def test_a_resumed_run_has_no_step_twice_and_no_time_between_its_parts(runs):
     assert steps.tolist() == [10, 20, 30, 40] and values.tolist() == [1, 2, 7, 8]
     assert seconds == pytest.approx([2, 4, 6, 8], abs=0.01) and run.last["steps"] == 40
     assert run.flags["num_steps"] == "9"
-
-
-def test_smoothed_points_are_means_of_the_points_before(runs):
-    log(runs / "x", [0, 4, 8, 0])
-    rows = compare("runs/x", smooth=2)
-    assert [float(row["iqm"]) for row in rows if row["axis"] == "steps"] == [0, 2, 6, 4]
 
 
 def test_each_mistake_is_a_one_line_error(runs):

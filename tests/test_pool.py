@@ -2,7 +2,6 @@
 accepts, refuses and sends.
 """
 
-import contextlib
 import errno
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,38 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from clusterenv_runtime import Exit, Interrupted, WorkerDiedError
+from clusterenv_runtime import Interrupted, WorkerDiedError
 from clusterenv_runtime.head.pool import LEAVE_S, PING_S
 from clusterenv_runtime.head.workers import LOOK_S, State
-from clusterenv_runtime.messages import (
-    MAX_HELLO,
-    Call,
-    Close,
-    Collect,
-    CutOff,
-    Ping,
-    Pull,
-    Reply,
-    Weights,
-)
+from clusterenv_runtime.messages import MAX_HELLO, Close, CutOff, Ping, Reply
 
-from .simulated import BUILT, CALL, SPACE, STEP, Process, Processes, Simulation, a_part, an_error
-
-COLLECT = Collect(1, 1, 0, 0.0, [])
+from .simulated import CALL, STEP, Process, Processes, Simulation, an_error
 
 
 def sent(simulation, kind):
     """Return the identities of the workers to which messages of a kind have been sent."""
     return [to for to, _, message in simulation.network.sent if isinstance(message, kind)]
-
-
-def test_an_interrupted_wait_raises_and_the_next_goes_on():
-    simulation = Simulation(2)
-    seqs = simulation.never()
-    simulation.pool.interrupt = Interrupted()
-    with pytest.raises(Interrupted):
-        simulation.pool.gather(seqs)
-    assert simulation.call(1) == [1]
 
 
 def test_an_interrupt_loses_no_message(monkeypatch):
@@ -145,59 +123,6 @@ def test_another_thread_can_wait():
 # Messages.
 
 
-def test_an_environment_that_raises_while_it_is_built_ends_the_start_at_once():
-    class Raises(Processes):
-        def start_worker(self, index):
-            self.greets = index == 1
-            super().start_worker(index)
-            self.of[index].built = an_error(env=index, fatal=True)
-
-    simulation = Simulation(2, launcher=Raises, start=False)
-    with pytest.raises(ValueError, match="on purpose"):
-        simulation.pool.start()
-    assert simulation.network.now < 1
-
-
-def test_workers_whose_spaces_differ_end_the_start_at_once():
-    class Differs(Processes):
-        def start_worker(self, index):
-            super().start_worker(index)
-            if index == 1:
-                self.of[index].built = Reply(BUILT | {"action_space": SPACE})
-
-    simulation = Simulation(2, launcher=Differs, start=False)
-    with pytest.raises(RuntimeError, match="action_space is Box.*another's is Discrete"):
-        simulation.pool.start()
-    assert simulation.network.now < 1
-
-
-MALFORMED = [b"these", b"frames"]
-
-
-@pytest.mark.parametrize("frames", [MALFORMED, [b"", b""]])
-def test_a_worker_that_sends_what_is_no_message_is_closed_and_replaced(frames):
-    simulation = Simulation(1)
-    identity = simulation.workers[0].process.identity
-    simulation.network.inbox.append((identity, frames))
-    assert simulation.call() == [0]
-    assert sent(simulation, Close) == [identity]
-    (restart,) = simulation.pool.restarts
-    assert "died: it sent " in restart["reason"]
-
-
-@pytest.mark.parametrize(
-    "response", [a_part(rewards=np.zeros((1, 2))), a_part(observations=None), Reply(None)]
-)
-def test_a_part_that_does_not_fit_costs_only_its_worker(response):
-    simulation = Simulation(1)
-    (seq,) = simulation.ask(0, message=COLLECT)
-    simulation.network.deliver(simulation.launcher.of[0].identity, seq, response)
-    simulation.wait(1)
-    (restart,) = simulation.pool.restarts
-    assert "died: its response was wrong: " in restart["reason"]
-    assert simulation.launcher.of[0].heard_of(Collect) == [COLLECT]
-
-
 def test_an_unexpected_hello_is_dropped():
     simulation = Simulation(2)
     worker, first = simulation.workers[0], simulation.launcher.of[0]
@@ -239,30 +164,6 @@ def test_a_wait_sleeps_between_messages():
     assert simulation.network.now - before < 0.01
 
 
-def test_the_first_answer_is_returned_while_others_are_awaited():
-    simulation = Simulation(2)
-    seqs = [*simulation.never(), *simulation.ask(1)]
-    assert simulation.pool.first(seqs).response == 1
-
-
-def test_the_first_error_is_raised_while_others_are_awaited():
-    simulation = Simulation(2)
-    simulation.launcher.of[1].answer = an_error()
-    seqs = [*simulation.never(), *simulation.ask(1)]
-    with pytest.raises(ValueError, match="on purpose"):
-        simulation.pool.first(seqs)
-
-
-def test_an_error_of_a_call_ends_its_request_alone():
-    simulation = Simulation(1)
-    (process,) = simulation.launcher.of.values()
-    process.answer = an_error()
-    with pytest.raises(ValueError, match="on purpose"):
-        simulation.call()
-    process.answer = Reply(0)
-    assert simulation.call() == [0] and not simulation.pool.to_reset
-
-
 def test_an_error_that_ends_episodes_ends_all_requests_of_its_worker():
     simulation = Simulation(1)
     seqs = simulation.never() + simulation.never()
@@ -284,32 +185,6 @@ def test_a_given_up_request_raises_only_an_error_that_ends_episodes():
     with pytest.raises(ValueError, match="on purpose"):
         simulation.wait_until(lambda: False)
     assert simulation.pool.to_reset and worker.process.state == State.READY
-
-
-def test_a_request_that_was_given_up_is_not_sent_to_a_replacement():
-    simulation = Simulation(1)
-    (seq,) = simulation.never()
-    simulation.pool.interrupt = Interrupted()
-    with pytest.raises(Interrupted):
-        simulation.pool.gather([seq])
-    simulation.launcher.of[0].die()
-    assert simulation.call(message=Call("next", b"")) == [0]
-    heard = simulation.launcher.of[0].heard_of(Call)
-    assert [request.name for request in heard] == ["next"]
-
-
-def test_a_worker_that_held_other_weights_may_pull_again(monkeypatch):
-    simulation = Simulation(1)
-    (worker,), store = simulation.workers, simulation.store
-    monkeypatch.setattr(store, "weights", [b"weights"])
-    monkeypatch.setattr(store, "pull", lambda copy, held: Weights(9, 0, held, 1, [], []))
-    (seq,) = simulation.ask(0, message=COLLECT)
-    for held in (3, 0):
-        simulation.network.deliver(worker.process.identity, seq, Pull(held))
-        simulation.wait(1)
-    weights = [out for out in simulation.network.sent if isinstance(out[2], Weights)]
-    assert [(number, message.checksum) for _, number, message in weights] == [(seq, 3), (seq, 0)]
-    assert not simulation.pool.restarts
 
 
 # Losses in a row.
@@ -343,25 +218,6 @@ def test_a_step_gives_a_worker_all_its_restarts_again():
             simulation.wait_until(lambda: worker.process.state == State.READY)
         simulation.launcher.of[0].stopped = False
         assert simulation.call(message=STEP) == [0]
-
-
-def test_a_part_shows_that_a_worker_can_step():
-    simulation = Simulation(1, max_restarts=1)
-    (worker,) = simulation.workers
-    for _ in range(5):
-        simulation.launcher.of[0].die()
-        seqs = simulation.ask(0, message=COLLECT)
-        simulation.pool.wait_until(lambda: worker.process.state == State.READY, seqs)
-        simulation.network.deliver(worker.process.identity, seqs[0], a_part(version=9))
-        assert simulation.gather(seqs)[0].version == 9
-
-
-def test_a_worker_that_is_given_up_is_named():
-    simulation = Simulation(2, max_restarts=0)
-    simulation.launcher.of[1].die()
-    with pytest.raises(WorkerDiedError, match=r"^worker 1 .*died: killed by SIGKILL$"):
-        simulation.call(1)
-    assert [worker.process.state for worker in simulation.workers] == [State.READY, State.ENDED]
 
 
 def test_a_replacement_that_the_system_refuses_ends_the_run_with_the_reason():
@@ -409,22 +265,3 @@ def test_closing_asks_all_workers_and_leaves_some_of_the_rest_of_the_time_to_the
     assert simulation.network.now - start == pytest.approx(0 if leave else timeout, abs=0.1)
     simulation.pool.close(timeout)  # a second time, as a finalizer does
     assert len(given) == 1
-
-
-def test_a_launcher_that_fails_to_stop_leaves_nothing_open(monkeypatch):
-    def stop(timeout):
-        raise OSError("no scheduler")
-
-    simulation = Simulation(1)
-    monkeypatch.setattr(simulation.launcher, "stop", stop)
-    with contextlib.suppress(OSError):
-        simulation.pool.close(timeout=0)
-    assert simulation.network.is_closed
-
-
-def test_a_process_that_ends_by_itself_after_the_start_is_replaced():
-    simulation = Simulation(2)
-    simulation.launcher.of[1].die(Exit("exit code 9"))
-    assert simulation.call() == [0, 1]
-    (restart,) = simulation.pool.restarts
-    assert "died: exit code 9" in restart["reason"]

@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.classic_control import CartPoleEnv
 
-from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
+from clusterenv_runtime import ClusterEnv, StartupError
 
 from .envs import CountingEnv
 from .patience import HOUR, PATIENCE, assert_ended, wait_until
@@ -81,9 +80,8 @@ def test_a_killed_worker_is_replaced_and_reported(nodes, caplog):
         os.kill(first[1], signal.SIGKILL)
         *_, infos = envs.step(np.zeros(2, np.int64))
         assert infos["worker_lost"].tolist() == [False, True] and len(envs.restarts) == 1
-        assert (
-            "killed by SIGKILL" in envs.restarts[0]["reason"] and worker_pids(envs)[0] == first[0]
-        )
+        assert "killed by SIGKILL" in envs.restarts[0]["reason"]
+        assert worker_pids(envs)[0] == first[0]
 
 
 def test_an_actor_that_dies_takes_its_worker_along(nodes):
@@ -95,15 +93,6 @@ def test_an_actor_that_dies_takes_its_worker_along(nodes):
         os.kill(actor, signal.SIGKILL)
         assert_ended([worker])
         assert envs.step(np.zeros(2, np.int64))[4]["worker_lost"].all()
-
-
-def test_an_error_in_an_environments_constructor_reaches_the_head(nodes):
-    with pytest.raises((ValueError, WorkerDiedError), match="no environment"):
-        ClusterEnv([CountingEnv, broken], 2, launcher="ray", **PATIENT)
-
-
-def broken():
-    raise ValueError("no environment")
 
 
 def test_the_start_waits_for_missing_resources_and_says_so(nodes, caplog, monkeypatch):
@@ -126,6 +115,7 @@ def test_the_start_waits_for_missing_resources_and_says_so(nodes, caplog, monkey
     nodes[0].remove_node(third)
 
 
+@pytest.mark.long
 def test_a_lost_node_costs_only_the_episodes_of_its_workers(nodes):
     cluster, second = nodes
     taken = ray.util.placement_group([{"CPU": 2, "node:__internal_head__": 0.01}])
@@ -146,10 +136,8 @@ def test_a_lost_node_costs_only_the_episodes_of_its_workers(nodes):
         assert lost == 2 * len({restart["worker"] for restart in envs.restarts}) > 0
 
 
-FLAGS = (
-    "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --eval-episodes "
-    "2 --launcher ray"
-)
+FLAGS = "--env-id CartPole-v1 --envs-per-worker 2 --num-steps 16 --num-minibatches 2 --launcher ray"
+FLAGS += " --eval-episodes 2"
 
 
 def run(directory, *flags, **extra):
@@ -159,30 +147,11 @@ def run(directory, *flags, **extra):
     )
 
 
+@pytest.mark.long
 def test_a_script_trains_on_ray(nodes, tmp_path):
-    flags = [
-        "--total-timesteps",
-        "128",
-        "--startup-timeout",
-        str(PATIENCE),
-        "--worker-resources",
-        "CPU=0.5",
-    ]
-    result = run(tmp_path, *flags, RAY_ADDRESS=nodes[0].address)
+    flags = f"--total-timesteps 128 --startup-timeout {PATIENCE} --worker-resources CPU=0.5"
+    result = run(tmp_path, *flags.split(), RAY_ADDRESS=nodes[0].address)
     assert result.returncode == 0 and "mean return" in result.stdout, result.stderr
-
-
-def test_a_dry_run_does_not_start_ray(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # Ray would wait for a response here
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        result = run(tmp_path, "--bind-address", "127.0.0.1", "--dry-run", RAY_ADDRESS=address)
-    flags = "--key-file KEYS/key --startup-timeout 60.0 --head-timeout 30.0"
-    commands = [
-        f"python -m clusterenv_runtime.worker --index {index} --connect tcp://127.0.0.1:PORT "
-        f"{flags}"
-        for index in (0, 1)
-    ]
-    assert result.stdout.splitlines() == commands, result.stderr
 
 
 def test_a_missing_ray_is_a_one_line_error(monkeypatch):
@@ -193,8 +162,8 @@ def test_a_missing_ray_is_a_one_line_error(monkeypatch):
 
 def test_a_cluster_that_cannot_be_reached_is_a_one_line_error(tmp_path):
     result = run(tmp_path, "--bind-address", "127.0.0.1", RAY_ADDRESS="127.0.0.1:1")
-    line = (
-        "error: cannot reach Ray (RAY_ADDRESS='127.0.0.1:1'): ConnectionRefusedError: "
-        "[Errno 111] Connection refused"
+    (line,) = result.stderr.splitlines()
+    says = (
+        "error: cannot reach Ray (RAY_ADDRESS='127.0.0.1:1'): ConnectionRefusedError: [Errno 111]"
     )
-    assert result.returncode == 1 and result.stderr.splitlines() == [line]
+    assert result.returncode == 1 and line == f"{says} Connection refused"

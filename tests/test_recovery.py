@@ -3,12 +3,8 @@ user is told.
 """
 
 import contextlib
-import gc
 import json
-import multiprocessing
 import os
-import re
-import resource
 import signal
 import subprocess
 import sys
@@ -20,17 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, LocalLauncher, WorkerDiedError
-from clusterenv_runtime.head import pool
-from clusterenv_runtime.head import workers as supervision
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, WorkerDiedError
 
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
-from .patience import HOUR, PATIENCE, assert_ended, at_most, kill, wait_until, with_more_time
+from .patience import HOUR, at_most, kill, wait_until, with_more_time
 from .scripts import ROOT, workers_of
 
 VECTOR = spaces.Box(-1, 1, (3,))
@@ -38,20 +31,12 @@ RANDOM = partial(RandomEnv, VECTOR, end=0.1)
 
 
 class OnceEnv(BlockingEnv):
-    """Blocks like `BlockingEnv`, also in "reset" and "pid", but only the first one built."""
+    """Blocks in its steps like `BlockingEnv`, but only the first one built."""
 
-    def __init__(self, pipe, where="step"):
+    def __init__(self, pipe):
         self.first = not os.path.exists(f"{pipe}.born")
         Path(f"{pipe}.born").touch()
-        super().__init__(pipe, where)
-
-    def reset(self, *, seed=None, options=None):
-        self._block_in("reset")
-        return super().reset(seed=seed, options=options)
-
-    def pid(self):
-        self._block_in("pid")
-        return super().pid()
+        super().__init__(pipe)
 
     def _block_in(self, place):
         if self.first:
@@ -158,76 +143,6 @@ def test_a_worker_lost_while_it_steps(pipe, workers, number):
         with_more_time(check, 1, 5, 20)
 
 
-def test_a_worker_that_is_stopped_as_soon_as_it_is_ready_is_replaced():
-    def check(worker_timeout):
-        with ClusterEnv([CountingEnv], 1, worker_timeout=worker_timeout) as envs:
-            os.kill(pid_of(envs, 0), signal.SIGSTOP)
-            assert envs.reset()[0].tolist() == [[0]]
-            assert len(envs.restarts) == 1
-
-    with_more_time(check, 1, 5, 20)
-
-
-def test_workers_that_are_stopped_together_are_replaced_together():
-    """Three of four workers are stopped. Their replacements start together, while the fourth worker
-    keeps answering.
-    """
-
-    def check(worker_timeout):
-        with ClusterEnv([CountingEnv] * 4, 4, worker_timeout=worker_timeout) as envs:
-            envs.publish(CategoricalPolicy(linear(1, 2)))
-            envs.reset()
-            envs.send(4)
-            for _ in range(4):
-                envs.recv()
-            for worker in (1, 2, 3):
-                os.kill(pid_of(envs, worker), signal.SIGSTOP)
-            chunks = 0
-            while len(envs.restarts) < 3:
-                envs.send(4, 0)  # the other workers get no requests
-                assert envs.recv()[0] == 0
-                chunks += 1
-            assert sorted(restart["worker"] for restart in envs.restarts) == [1, 2, 3]
-            times = [restart["time"] for restart in envs.restarts]
-            # One after the other, each would take another `worker_timeout`.
-            assert max(times) - min(times) < worker_timeout
-            assert chunks > 10
-            envs.send(4)
-            assert sorted(envs.recv()[0] for _ in range(4)) == [0, 1, 2, 3]
-
-    with_more_time(check, 1, 5, 20)
-
-
-def test_an_idle_worker_that_dies_is_replaced_while_another_is_asked(workers):
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        envs.publish(CategoricalPolicy(linear(1, 2)))
-        envs.reset()
-        kill(pid_of(envs, 1))
-        with at_most():
-            while not envs.restarts or len(workers()) < 2:
-                envs.send(4, 0)
-                envs.recv(0)
-        assert envs.restarts[0]["worker"] == 1
-
-
-def test_a_worker_killed_before_its_first_hello_is_replaced():
-    class DiesFirst(LocalLauncher):
-        started = ()
-
-        def command(self, index):
-            return super().command(index) if index in self.started else ["sh", "-c", "kill -9 $$"]
-
-        def start_worker(self, index):
-            super().start_worker(index)
-            self.started = *self.started, index
-
-    with ClusterEnv([CountingEnv] * 2, 2, launcher=DiesFirst()) as envs:
-        envs.reset()
-        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
-        assert sorted(restart["worker"] for restart in envs.restarts) == [0, 1]
-        assert all("killed by SIGKILL" in restart["reason"] for restart in envs.restarts)
-
-
 class GatedEnv(CountingEnv):
     """Before it steps or sets ``x``, waits until there is a file ``gate``, if one is given."""
 
@@ -297,61 +212,6 @@ def test_an_attribute_is_also_set_for_a_worker_that_is_lost_after_its_answer(tmp
         assert envs.get_attr("x") == (7, 8)
 
 
-class LevelsEnv(CountingEnv):
-    level = 0
-
-    @property
-    def mode(self):
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode):
-        self._mode = mode
-        self.level = 0
-
-
-def test_a_replacement_gets_attributes_in_the_order_of_the_last_calls():
-    with ClusterEnv([LevelsEnv] * 2, 2) as envs:
-        envs.reset()
-        for name, value in (("mode", "easy"), ("level", 5), ("mode", "hard")):
-            envs.set_attr(name, value)
-        kill(envs.call("pid")[1])
-        assert envs.get_attr("level") == (0, 0) and envs.get_attr("mode") == ("hard", "hard")
-
-
-def test_a_worker_lost_in_a_reset(pipe):
-    with ClusterEnv(
-        [CountingEnv, partial(OnceEnv, pipe.path, "reset")], 2, worker_timeout=HOUR
-    ) as envs:
-        with killing(pipe), at_most():
-            assert envs.reset()[0].tolist() == [[0], [0]]
-        assert envs.step([0, 0])[0].tolist() == [[1], [1]]  # no step had begun that could be lost
-
-
-def test_a_worker_lost_in_a_call_and_the_attributes_set_before(pipe):
-    with ClusterEnv(
-        [CountingEnv, partial(OnceEnv, pipe.path, "pid")], 1, worker_timeout=HOUR
-    ) as envs:
-        envs.reset()
-        envs.set_attr("length", [7, 8])
-        envs.step([0, 0])
-        with killing(pipe), at_most():
-            assert envs.call("pid") == (pid_of(envs, 0),) * 2
-        assert envs.get_attr("length") == (7, 8)
-        assert envs.step([0, 0])[3].tolist() == [True, True]
-
-
-def test_a_lost_worker_that_is_reset_is_not_truncated():
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        envs.reset()
-        envs.step([0, 0])
-        kill(pid_of(envs, 0))
-        envs.call("pid")
-        envs.reset()
-        assert envs.step([0, 0])[3].tolist() == [False, False]
-        assert len(envs.restarts) == 1
-
-
 @pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
 def test_an_episode_that_had_ended_is_not_truncated_again(mode):
     with ClusterEnv(
@@ -362,10 +222,8 @@ def test_an_episode_that_had_ended_is_not_truncated_again(mode):
         assert envs.step([0, 0])[3].tolist() == [True, False]
         kill(pid_of(envs, 0))
         if mode == "Disabled":
-            assert envs.reset(options={"reset_mask": np.array([True, False])})[0].tolist() == [
-                [0],
-                [2],
-            ]
+            mask = np.array([True, False])
+            assert envs.reset(options={"reset_mask": mask})[0].tolist() == [[0], [2]]
         observations, rewards, _, truncations, infos = envs.step([0, 0])
         stepped = int(mode == "Disabled")  # the mask has begun the first row's next episode
         assert observations.tolist() == [[stepped], [2]] and rewards.tolist() == [stepped, 0]
@@ -376,32 +234,6 @@ def test_an_episode_that_had_ended_is_not_truncated_again(mode):
             assert observations.tolist() == [[2], [1]] and truncations.tolist() == [True, False]
         else:
             assert envs.step([0, 0])[0].tolist() == [[1], [0]]
-
-
-class SlowlyBornEnv(CountingEnv):
-    """Waits in its constructor until there is a file ``gate``."""
-
-    def __init__(self, gate):
-        super().__init__()
-        wait_until(gate.exists)
-
-
-def test_a_step_that_times_out_on_a_loss_needs_a_reset(tmp_path):
-    gate = tmp_path / "gate"
-    gate.touch()
-    with ClusterEnv([CountingEnv, partial(SlowlyBornEnv, gate)], 2) as envs:
-        envs.reset()
-        envs.step([0, 0])
-        gate.unlink()
-        kill(pid_of(envs, 1))
-        envs.step_async([0, 0])
-        with pytest.raises(multiprocessing.TimeoutError, match="worker 1"):
-            envs.step_wait(timeout=0.1)
-        gate.touch()
-        with pytest.raises(ResetNeeded, match="or a step was given up"):
-            envs.step([0, 0])
-        assert envs.reset()[0].tolist() == [[0], [0]]
-        assert envs.step([0, 0])[0].tolist() == [[1], [1]]
 
 
 class BeginsEnv(CountingEnv):
@@ -423,51 +255,33 @@ def test_a_reset_by_a_mask_after_a_loss_keeps_the_infos_of_the_other_rows():
         assert infos["final_info"]["worker_lost"].tolist() == infos["begins"].tolist() == lost
 
 
-class GlobalEnv(CountingEnv):
-    """Draws from a global generator."""
+class NotingEnv(CountingEnv):
+    """Keeps the options of its reset, and the order in which attributes are set."""
+
+    order = ()
 
     def reset(self, *, seed=None, options=None):
-        self.drawn = np.random.random()
         self.options = options
         return super().reset(seed=seed)
 
-    def of_reset(self):
-        return self.drawn, self.options
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name in ("mode", "goal"):
+            self.order += (name,)
 
 
-def test_a_replacement_does_not_repeat_its_predecessors_unseeded_episodes():
-    with ClusterEnv([GlobalEnv], 1) as envs:
-        envs.reset()
-        ((before, _),) = envs.call("of_reset")
-        kill(pid_of(envs, 0))
-        ((after, _),) = envs.call("of_reset")
-        assert before != after
-
-
-def test_a_replacement_gets_attributes_and_options_as_they_were_when_given():
+def test_a_replacement_gets_attributes_and_options_as_they_were_when_last_given():
     goal, options = np.zeros(2), {"level": 1}
-    with ClusterEnv([GlobalEnv], 1) as envs:
+    with ClusterEnv([NotingEnv], 1) as envs:
         envs.reset(options=options)
-        envs.set_attr("goal", goal)
+        for name, value in (("mode", "easy"), ("goal", goal), ("mode", "hard")):
+            envs.set_attr(name, value)
         goal += 7
         options["level"] = 99
         kill(pid_of(envs, 0))
         assert envs.get_attr("goal")[0].tolist() == [0, 0]
-        assert envs.call("of_reset")[0][1] == {"level": 1}
-
-
-def test_each_loss_draws_fresh_seeds_that_follow_from_the_users():
-    seeds = []
-    for seed in (5, 5, 6):
-        with ClusterEnv([RANDOM] * 3, 2) as envs:
-            envs.reset(seed=seed)
-            for _ in range(2):
-                kill(pid_of(envs, 1))
-                envs.step([0] * 3)
-                assert envs.get_attr("np_random_seed")[2:] == tuple(envs.restarts[-1]["seeds"])
-            seeds.append([seed for restart in envs.restarts for seed in restart["seeds"]])
-    assert seeds[0] == seeds[1] != seeds[2]
-    assert len({seed for part in seeds[1:] for seed in part} - {5, 6, 7, 8}) == 4
+        assert envs.get_attr("options") == ({"level": 1},)
+        assert (envs.get_attr("mode"), envs.get_attr("order")) == (("hard",), (("goal", "mode"),))
 
 
 # Environments in which workers act.
@@ -491,13 +305,8 @@ class LifeEnv(CountingEnv):
     def step(self, action):
         self.life += 1
         self.count += 1
-        return (
-            np.array([self.life, self.name], np.float64),
-            float(self.life),
-            False,
-            self.count >= self.length,
-            {},
-        )
+        observation = np.array([self.life, self.name], np.float64)
+        return observation, float(self.life), False, self.count >= self.length, {}
 
 
 def lives(chunks):
@@ -562,25 +371,6 @@ def test_streaming_goes_on_whichever_worker_dies():
         )
 
 
-def test_a_stopped_worker_is_replaced_while_others_keep_the_head_busy():
-    def check(worker_timeout):
-        with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=worker_timeout) as envs:
-            envs.publish(CategoricalPolicy(linear(1, 2)))
-            envs.reset()
-            for _ in range(2):
-                envs.send(4)
-            os.kill(pid_of(envs, 1), signal.SIGSTOP)
-            worker, others, deadline = 0, 0, time.monotonic() + PATIENCE
-            while not envs.restarts or worker == 0:
-                assert time.monotonic() < deadline
-                worker, _ = envs.recv()
-                envs.send(4, worker)
-                others += worker == 0
-            assert others > 100  # so the head was busy
-
-    with_more_time(check, 1, 5, 20)
-
-
 def test_a_replacement_goes_on_with_its_predecessors_noise():
     network = linear(1, 2)
     for parameter in network.parameters():
@@ -597,68 +387,8 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
 
     expected = list(actions(()))
     assert len({str(part) for part in expected}) == 4
+    assert len(set(zip(*expected[0], strict=True))) > 1  # rows have noise of their own
     assert list(actions((1, 3))) == list(actions((2,), overlap=True)) == expected
-
-
-def test_processes_that_environments_start_end_with_their_worker(tmp_path):
-    class ParentEnv(CountingEnv):
-        def reset(self, **arguments):
-            self.child = subprocess.Popen(["sleep", str(HOUR)]).pid
-            return super().reset(**arguments)
-
-    with ClusterEnv([ParentEnv], 1) as envs:
-        envs.reset()
-        (first,) = envs.get_attr("child")
-        kill(pid_of(envs, 0))
-        (second,) = envs.get_attr("child")
-        assert_ended([first])
-    assert_ended([second])
-
-
-def test_pings_that_a_long_step_leaves_unread_are_not_taken_for_death(monkeypatch):
-    monkeypatch.setattr(supervision, "LOOK_HERE_S", 0.001)
-    monkeypatch.setattr(pool, "PING_S", 0.001)
-
-    def check(worker_timeout):
-        with ClusterEnv(
-            [partial(CountingEnv, delay=4 * worker_timeout)], 1, worker_timeout=worker_timeout
-        ) as envs:
-            envs.reset()
-            assert envs.step([0])[3].tolist() == [False]
-            assert envs.restarts == []
-
-    with_more_time(check, 1, 5, 20)
-
-
-def test_a_replacement_pulls_and_acts_as_the_policy_does(pipe):
-    env_fns = [CountingEnv, partial(OnceEnv, pipe.path)]
-    with ClusterEnv(env_fns, 1, sync_mode="never", worker_timeout=HOUR) as envs:
-        policy = CategoricalPolicy(linear(1, 2))
-        envs.reset(seed=1)
-        with killing(pipe), at_most():
-            rollout = envs.rollout(policy, 6)
-        assert rollout.policy_versions.tolist() == [1, 1]
-        assert rollout.observations[:, :, 0].tolist() == [[i % 5] * 2 for i in range(6)]
-        assert envs.pulls.tolist() == [2]
-        change(policy, 1.0)
-        assert envs.rollout(policy, 6).policy_versions.tolist() == [1, 1]
-        assert envs.divergence > 0
-
-
-def test_a_replacement_and_the_others_come_to_act_on_the_same_version_again():
-    with ClusterEnv([RANDOM] * 2, 2, kl_threshold=0.001) as envs:
-        policy = CategoricalPolicy(linear())
-        envs.reset(seed=1)
-        envs.rollout(policy, 50)
-        kill(pid_of(envs, 1))
-        change(policy, 0.02)
-        versions = [envs.rollout(policy, 50).policy_versions.tolist()]
-        while versions[-1][0] == 1 and len(versions) < 50:
-            change(policy, 0.02)
-            versions.append(envs.rollout(policy, 50).policy_versions.tolist())
-        assert versions[0] == versions[-2] == [1, 2]
-        assert versions[-1] == [len(versions) + 1] * 2
-        assert envs.pulls.tolist() == [2, 3]
 
 
 # Workers that are stopped for a while, and then go on.
@@ -684,14 +414,9 @@ def rollouts(requests):
 
 
 def test_a_head_and_a_worker_that_are_stopped_for_less_than_the_timeout_go_on():
-    head = subprocess.Popen(
-        [sys.executable, "-c", HEAD],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-    )
+    command, env = [sys.executable, "-c", HEAD], {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    head = subprocess.Popen(command, env=env, **pipes)
     with head:
         try:
             head.stdin.write("one rollout\n")
@@ -710,34 +435,6 @@ def test_a_head_and_a_worker_that_are_stopped_for_less_than_the_timeout_go_on():
         finally:
             head.kill()
     assert received == list(rollouts(range(3)))
-
-
-# Replacements that the system refuses to start.
-
-
-@contextlib.contextmanager
-def no_more_files():
-    """Let this process open no more files while the body runs."""
-    gc.collect()  # earlier tests' objects, which would close files later
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_replacement_that_the_system_refuses_ends_the_run_with_the_reason():
-    with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=HOUR) as envs:
-        envs.reset()
-        kill(pid_of(envs, 1))
-        text = "died: killed by SIGKILL; no replacement can be started: .*Too many open files"
-        with no_more_files(), at_most(), pytest.raises(WorkerDiedError, match=text):
-            envs.step([0, 0])
-        with pytest.raises(WorkerDiedError, match="^worker 1 .* is gone$"):
-            envs.reset()
 
 
 # Too many lost workers.
@@ -768,69 +465,3 @@ def test_replacements_that_die_in_a_row_end_the_run(times, workers, tmp_path):
             envs.rollout(CategoricalPolicy(linear(1, 2)), 3)
         assert len(envs.restarts) == times
     assert not workers()
-
-
-def test_replacements_that_die_while_they_build_end_the_run(tmp_path, workers):
-    class OnlyEnv(CountingEnv):
-        def __init__(self):
-            super().__init__()
-            if (tmp_path / "reset").exists():
-                os._exit(9)
-
-        def reset(self, *, seed=None, options=None):
-            (tmp_path / "reset").touch()
-            return super().reset(seed=seed, options=options)
-
-    with ClusterEnv(
-        [OnlyEnv], 1, max_worker_restarts=2, startup_timeout=HOUR, worker_timeout=HOUR
-    ) as envs:
-        envs.reset()
-        kill(pid_of(envs, 0))
-        with (
-            at_most(),
-            pytest.raises(WorkerDiedError, match=r"exit code 9 \(and so did 2 before it"),
-        ):
-            envs.step([0])
-    assert not workers()
-
-
-def test_deaths_with_answers_in_between_do_not_end_the_run():
-    with ClusterEnv([partial(DyingEnv, 3)], 1, max_worker_restarts=1) as envs:
-        envs.reset()
-        policy = CategoricalPolicy(linear(1, 2))
-        for number in range(1, 6):
-            envs.rollout(policy, 1)
-            assert len(envs.restarts) == (number - 1) // 2
-
-
-@pytest.mark.long
-def test_close_does_not_wait_for_a_replacement(workers, tmp_path):
-    gate = tmp_path / "gate"
-    gate.touch()
-    with ClusterEnv([CountingEnv, partial(SlowlyBornEnv, gate)], 2, startup_timeout=HOUR) as envs:
-        envs.reset()
-        envs.step_async([0, 0])
-        envs.step_wait()
-        gate.unlink()
-        kill(pid_of(envs, 1))
-        envs.step_async([0, 0])
-        with pytest.raises(multiprocessing.TimeoutError, match="no response in 0.1 s"):
-            envs.step_wait(timeout=0.1)
-        with at_most():
-            envs.close()
-    assert not workers()
-
-
-@pytest.mark.parametrize(
-    "arguments, text",
-    [
-        ({"max_worker_restarts": -1}, "max_worker_restarts is -1: Expected `int` >= 0"),
-        (
-            {"on_worker_loss": "cry"},
-            "on_worker_loss is 'cry': Invalid enum value 'cry', one of ('restart', 'raise')",
-        ),
-    ],
-)
-def test_arguments_out_of_range(arguments, text):
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        ClusterEnv([CountingEnv] * 2, 2, **arguments)

@@ -33,17 +33,6 @@ def test_the_pythons_that_are_tested_are_those_of_the_classifiers():
     assert jobs["style"]["steps"][-1]["run"] == "make lint docs"
 
 
-def test_a_problem_report_asks_for_the_versions():
-    body = read(".github/ISSUE_TEMPLATE/problem.yml")["body"]
-    label = "What does `pip list` print, and which Python and system is it?"
-    (asked,) = [each for each in body if each.get("attributes", {}).get("label") == label]
-    assert asked["validations"]["required"]
-
-
-def test_the_citation_has_the_paper():
-    assert read("CITATION.cff")["preferred-citation"]["url"].endswith("/2507.10990")
-
-
 def test_a_release_passes_the_tests_first_and_its_page_links_to_the_repository(tmp_path):
     jobs = read(".github/workflows/publish.yml")["jobs"]
     assert jobs["publish"]["needs"] == "test" and jobs["test"]["uses"].endswith("/test.yml")

@@ -4,17 +4,13 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from clusterenv_runtime import ClusterEnv
-from clusterenv_runtime.messages import Call, Collect, CutOff, Reset, SetAttr, Setup, Structure
-from clusterenv_runtime.policy.sync import SyncRule
+from clusterenv_runtime.messages import Collect, CutOff, Reset, SetAttr, Setup, Structure
 
-from .envs import CountingEnv
 from .simulated import CALL, Simulation
 
 NOTHING = cloudpickle.dumps(None)
 RESET = Reset([None, None], NOTHING)
 PARTIAL = Reset([None, None], NOTHING, np.array([True, False]))
-STATE = {"workers": 2, "waiting_seconds": 0.0}
 
 
 @pytest.fixture
@@ -42,12 +38,6 @@ def replaced(simulation, *requests, index=1):
 def noise_of(simulation):
     state = simulation.pool.state_dict()
     return {name: state[name] for name in ("seed", "rollouts", "restarts")}
-
-
-def test_the_first_process_builds_its_environments_and_no_more(simulation):
-    (setup,) = simulation.launcher.of[1].heard
-    assert type(setup) is Setup and (setup.first_row, setup.environments) == (2, b"setup")
-    assert setup.rule == SyncRule()
 
 
 def test_a_process_gets_the_structure_then_attributes_then_the_reset_then_the_requests(simulation):
@@ -133,11 +123,6 @@ def test_what_the_user_sees_of_a_process_that_is_gone_by_now_is_cut_off(simulati
     assert worker.seen.tolist() == [[1], [1]] and worker.ended.tolist() == [False, True]
 
 
-def test_before_a_reset_no_episode_can_be_lost(simulation):
-    assert [type(each) for each in replaced(simulation, CALL)] == [Setup, Call]
-    assert simulation.workers[1].seeds is None
-
-
 def test_a_users_reset_seeds_the_noise_again_unless_its_seed_was_just_loaded(simulation):
     simulation.workers[0].rollouts, simulation.workers[1].rollouts = 5, 7
     reset(simulation)
@@ -151,25 +136,3 @@ def test_a_users_reset_seeds_the_noise_again_unless_its_seed_was_just_loaded(sim
     simulation.pool.seed_noise(simulation.workers[1], Collect(5, 1, 0, 0.0, []))
     reset(simulation)
     assert noise_of(simulation) == {"seed": 5, "rollouts": 0, "restarts": [{"worker": 1}]}
-
-
-def test_a_reset_without_a_seed_goes_on_with_the_noise(simulation):
-    simulation.workers[0].rollouts, before = 5, simulation.pool.seed
-    reset(simulation, [None] * 4)
-    assert noise_of(simulation) == {"seed": before, "rollouts": 5, "restarts": []}
-
-
-@pytest.mark.parametrize("name", ["seed", "rollouts", "restarts", "waiting_seconds"])
-def test_a_state_without_a_number_is_refused(simulation, name):
-    state = simulation.pool.state_dict()
-    del state[name]
-    with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: KeyError: "):
-        simulation.pool.load_state_dict(state)
-
-
-def test_a_message_that_a_worker_cannot_read_is_logged(tmp_path):
-    with ClusterEnv([CountingEnv], 1, log_dir=tmp_path) as envs:
-        envs._pool._transport.send(envs._pool.workers[0].process.identity, [b"?"])
-        envs.reset()
-        assert len(envs.restarts) == 1
-    assert "malformed message: " in (tmp_path / "worker-0.log").read_text()

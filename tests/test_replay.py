@@ -1,10 +1,5 @@
 """The replay buffer of DQN and SAC, and that of DQN on Atari, which stores each frame once."""
 
-import importlib
-import inspect
-from functools import partial
-
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -14,52 +9,9 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_utils import FrameReplayBuffer, ScriptError
 from dqn_clusterenv import ReplayBuffer, make_transitions
 
-from .envs import CountingEnv
-from .nets import linear
 from .test_frames import Net, stacked
 
 SPACE = stacked().observation_space
-
-
-class PixelEnv(CountingEnv):
-    """Observes its count as uint8. Terminates after 3 steps if ``length`` is more than 3, and
-    otherwise truncates.
-    """
-
-    observation_space = gym.spaces.Box(0, 255, (2,), np.uint8)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(2, np.uint8), {}
-
-    def step(self, action):
-        _, reward, _, truncated, info = super().step(action)
-        terminated = self.length > 3 and self.count == 3
-        return np.full(2, self.count, np.uint8), reward, terminated, truncated, info
-
-
-def test_transitions_are_exact_at_the_ends_of_episodes_and_the_oldest_give_way():
-    rb = ReplayBuffer(25)
-    with ClusterEnv([partial(PixelEnv, 2), partial(PixelEnv, 9)], 1) as envs:
-        envs.publish(CategoricalPolicy(linear(2, 2)))
-        envs.reset()
-        for _ in range(3):
-            envs.send(5)
-            rb.add(make_transitions(envs.recv()[1]))
-    assert rb.inserted == 30 and rb.columns["obs"].dtype == torch.uint8
-    # The first environment truncates at 2, which does not count as done. The second terminates at
-    # 3, which does.
-    expected = {(0, 1, 0), (1, 2, 0)} | {(0, 1, 0), (1, 2, 0), (2, 3, 1)}
-    columns = rb.columns["obs"][:, 0], rb.columns["next_obs"][:, 0], rb.columns["dones"]
-    transitions = [tuple(map(int, transition)) for transition in zip(*columns, strict=True)]
-    assert set(transitions) == expected
-    assert transitions.count((2, 3, 1)) in (4, 5)
-    drawn = rb.sample(3, 7, torch.device("cpu"))
-    assert drawn["obs"].shape == drawn["next_obs"].shape == (3, 7, 2)
-    assert drawn["actions"].shape == (3, 7, 1)
-    assert drawn["rewards"].shape == drawn["dones"].shape == (3, 7)
-    assert torch.equal(drawn["obs"][..., 0] + 1, drawn["next_obs"][..., 0])
-    assert torch.equal(drawn["rewards"], drawn["next_obs"][..., 0].float())
 
 
 def test_a_researchers_own_value_of_a_transition_is_sampled_and_resumed():
@@ -77,11 +29,6 @@ def test_a_buffer_that_no_memory_has_room_for_is_refused():
         ReplayBuffer(10**14).add({"rewards": np.ones(3, np.float32)})
 
 
-def test_sac_has_the_same_buffer_as_dqn():
-    sac = importlib.import_module("scripts.sac_clusterenv")
-    assert inspect.getsource(sac.ReplayBuffer) == inspect.getsource(ReplayBuffer)
-
-
 def rollouts(frame_stack):
     """Yield chunks of both workers in turn. They are the same with frame stacks and without."""
     torch.manual_seed(1)
@@ -96,10 +43,7 @@ def rollouts(frame_stack):
 
 @pytest.mark.parametrize(("num_frames", "all_fit"), [(290, True), (90, False)])
 def test_the_buffer_holds_the_last_transitions_and_each_frame_once(num_frames, all_fit):
-    ours, dense = (
-        FrameReplayBuffer(75, num_frames, SPACE),
-        ReplayBuffer(75),
-    )
+    ours, dense = FrameReplayBuffer(75, num_frames, SPACE), ReplayBuffer(75)
     assert len(ours.frames) < 2 * 4 * 75 / 2
     for with_frames, without in zip(rollouts(4), rollouts(None), strict=True):
         ours.add(with_frames)
@@ -125,13 +69,6 @@ def test_the_buffer_holds_the_last_transitions_and_each_frame_once(num_frames, a
     found = keys(*(drawn[name] for name in names))
     # The sample happens to have all.
     assert found == keys(*(dense.columns[name][last] for name in names))
-
-
-def test_bytes_of_a_transition():
-    space = np.empty((4, 84, 84), np.uint8)
-    size, num_steps = 1_000_000, 32
-    num_frames = size * (1 + 8 / num_steps)
-    assert FrameReplayBuffer.num_bytes(size, num_frames, space) / size < (2 * 4 * 84 * 84) / 6
 
 
 def test_a_buffer_of_frames_goes_on_with_other_workers_which_leave_room_for_other_frames():

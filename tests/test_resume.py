@@ -11,7 +11,6 @@ import os
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +20,6 @@ from functools import partial
 
 import pytest
 import zmq
-from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted
@@ -38,20 +36,11 @@ from .test_checkpoint import assert_same_state, saved_in
 # Interruption.
 
 
-def actions(envs):
-    return envs.action_space.sample()
-
-
 @pytest.mark.parametrize("method", ["step", "rollout", "recv"])
-def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, method):
-    os.mkfifo(tmp_path / "pipe")
+def test_a_wait_for_a_long_step_is_interrupted_at_once(pipe, monkeypatch, method):
     policy = CategoricalPolicy(linear(1, 2))
     # The milliseconds of each poll, and the number of polls that had begun at the interruption.
-    poll, polls, later = (
-        zmq.Poller.poll,
-        [],
-        [],
-    )
+    poll, polls, later = zmq.Poller.poll, [], []
 
     def noting(self, timeout=None, *args):
         if timeout != 0:  # a poll of 0 ms only looks for more messages
@@ -59,57 +48,27 @@ def test_a_wait_for_a_long_step_is_interrupted_at_once(tmp_path, monkeypatch, me
         return poll(self, timeout, *args)
 
     def interrupt():
-        with open(
-            tmp_path / "pipe"
-        ) as pipe:  # the environment writes to it when its step of an hour begins
-            pipe.readline()
+        pipe.pids(1)  # the environment's step of an hour has begun
         wait_until(lambda: polls)  # on a busy machine, the head may not wait yet
         envs.interrupt()
         later.append(len(polls))
 
-    env_fns = [partial(BlockingEnv, str(tmp_path / "pipe")), CountingEnv]
-    with ClusterEnv(env_fns, 2, worker_timeout=HOUR) as envs:
+    calls = {
+        "step": lambda: envs.step([0, 0]),
+        "rollout": lambda: envs.rollout(policy, 3),
+        "recv": lambda: (envs.publish(policy), envs.send(3), envs.recv(0)),
+    }
+    with ClusterEnv([partial(BlockingEnv, pipe.path), CountingEnv], worker_timeout=HOUR) as envs:
         envs.reset()
         monkeypatch.setattr(zmq.Poller, "poll", noting)
         thread = threading.Thread(target=interrupt)
         thread.start()
         with at_most(), pytest.raises(Interrupted):
-            if method == "step":
-                envs.step(actions(envs))
-            elif method == "rollout":
-                envs.rollout(policy, 3)
-            else:
-                envs.publish(policy)
-                envs.send(3)
-                envs.recv(0)
+            calls[method]()
         thread.join()
         # The current wait, of at most 0.3 s, was the last, or one that began at the same time.
         assert polls and max(polls) <= 300 and len(polls) <= later[0] + 1
         envs.close(terminate=True)
-
-
-def test_an_interruption_between_waits_ends_the_next_wait_and_no_other():
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        envs.reset()
-        envs.interrupt()
-        with pytest.raises(Interrupted):
-            envs.step(actions(envs))
-        # The workers have executed the given-up requests anyway.
-        with pytest.raises(ResetNeeded, match="or a step was given up"):
-            envs.step(actions(envs))
-        assert envs.call("count") == (1, 1)
-
-
-def test_a_chunk_outlasts_an_interruption():
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        envs.publish(CategoricalPolicy(linear(1, 2)))
-        envs.reset()
-        envs.send(3)
-        envs.recv(0)
-        envs.interrupt()
-        with pytest.raises(Interrupted):
-            envs.recv(1)
-        assert envs.recv(1)[1].rewards.tolist() == [[1], [2], [3]]
 
 
 # The state of a ClusterEnv.
@@ -125,13 +84,8 @@ def test_a_loaded_state_continues_the_random_numbers_and_the_counters():
         expected = envs.rollout(policy, 5).actions
         after = envs.state_dict()
         assert envs.rollout(policy, 5).actions.tolist() != expected.tolist()
-    assert (state["policy_version"], state["pulls"], state["seed"], state["rollouts"]) == (
-        2,
-        4,
-        1,
-        2,
-    )
-    assert state["waiting_seconds"] > 0
+    expected_state = {"policy_version": 2, "pulls": 4, "seed": 1, "rollouts": 2}
+    assert state.items() >= expected_state.items() and state["waiting_seconds"] > 0
     with ClusterEnv([CountingEnv] * 4, 2, sync_mode="always", weights="float32") as envs:
         envs.publish(policy)  # without consequence
         envs.load_state_dict(state)
@@ -159,37 +113,7 @@ def test_a_state_fits_any_number_of_workers():
             assert envs.rollout(policy, 5).actions.tolist() == expected.tolist()
 
 
-def test_a_state_cannot_be_loaded_during_a_rollout():
-    with ClusterEnv([CountingEnv] * 2, 2) as envs:
-        envs.publish(CategoricalPolicy(linear(1, 2)))
-        envs.reset()
-        envs.send(3)
-        with pytest.raises(AlreadyPendingCallError):
-            envs.load_state_dict(envs.state_dict())
-
-
 # One process at a time.
-
-
-@pytest.mark.long
-def test_a_run_that_another_process_trains_is_refused_until_that_process_is_killed(tmp_path):
-    flags = [*scripts.TINY[scripts.PPO], *LONG, "--run-name", "x", "--total-timesteps", "1920"]
-    process, _ = scripts.start_and_await_training(scripts.PPO, tmp_path, *flags)
-    wait_until(lambda: saved_in(tmp_path / "runs" / "x"))
-    says = f"runs/x is being trained by process {process.pid} on {socket.gethostname()}\n"
-    scripts.check_refusal(scripts.run(scripts.PPO, tmp_path, *flags), says)
-    again = [*LASTING, "--resume", "runs/x"]
-    scripts.check_refusal(scripts.run(scripts.PPO, tmp_path, *again), says)
-    assert (
-        "clusterenv_runtime.worker"
-        in scripts.run(scripts.PPO, tmp_path, *again, "--dry-run").stdout
-    )
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
-    (tmp_path / "go").touch()
-    resume(scripts.PPO, tmp_path, tmp_path / "runs" / "x", *LASTING)
-    check_the_whole_run(scripts.PPO, tmp_path / "runs" / "x", 1920)
 
 
 HOLDER = """
@@ -313,11 +237,8 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     after = load_checkpoint(folder)
     # Neither the time between the runs nor the start counts, which the workers' reset ends.
     saved = max(path.stat().st_mtime for path in saved_in(folder))
-    assert (
-        0
-        < after["seconds"] - before["seconds"]
-        < saved - (tmp_path / "reset").stat().st_mtime + 0.1
-    )
+    began = (tmp_path / "reset").stat().st_mtime
+    assert 0 < after["seconds"] - before["seconds"] < saved - began + 0.1
     versions = [state["parts"]["envs"].pop("policy_version") for state in (before, after)]
     assert versions[1] == versions[0] + 1  # published for the new workers
     for state in (before, after):
@@ -328,14 +249,8 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
 @pytest.mark.long
 @pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
 def test_a_run_saves_and_ends_when_its_terminal_is_lost_except_under_nohup(tmp_path, shell):
-    flags = [
-        *scripts.TINY[scripts.PPO],
-        "--run-name",
-        "x",
-        *scripts.lasting(tmp_path, 80),
-        "--total-timesteps",
-        "1280",
-    ]
+    flags = [*scripts.TINY[scripts.PPO], *scripts.lasting(tmp_path, 80), "--run-name", "x"]
+    flags += ["--total-timesteps", "1280"]
     command = [sys.executable, str(scripts.ROOT / scripts.PPO), *flags]
     before = {"none": [], "bash": ["bash", "--norc", "-i"], "nohup": ["nohup"]}[shell]
     terminal, theirs = os.openpty()
@@ -370,10 +285,7 @@ def test_a_run_saves_and_ends_when_its_terminal_is_lost_except_under_nohup(tmp_p
     step = load_checkpoint(folder)["global_step"]
     assert step == 1280 if shell == "nohup" else 0 < step < 1280
     # The head has told the workers to end.
-    assert [path.read_text() for path in (folder / "workers").iterdir()] == [
-        "",
-        "",
-    ]
+    assert [path.read_text() for path in (folder / "workers").iterdir()] == ["", ""]
 
 
 @pytest.mark.long
@@ -404,59 +316,14 @@ def test_kill_at_random_moments_and_resume_to_the_end(tmp_path, script):
             [saved["global_step"], envs["policy_version"], envs["pulls"], envs["sync_bytes"]]
         )
         counters[-1] += [saved["seconds"], saved["parts"].get("count", {}).get("gradient_steps", 0)]
-        command = [
-            sys.executable,
-            str(scripts.ROOT / script),
-            *LASTING,
-            "--resume",
-            f"runs/{folder.name}",
-        ]
+        command = [sys.executable, str(scripts.ROOT / script), *LASTING]
+        command += ["--resume", f"runs/{folder.name}"]
     (tmp_path / "go").touch()
     resume(script, tmp_path, folder, *LASTING)
     summary = check_the_whole_run(script, folder, total)
     for earlier, later in zip(counters, counters[1:], strict=False):
         assert all(a <= b for a, b in zip(earlier, later, strict=True))
     assert summary["wall_seconds"] > counters[-1][-2]
-
-
-@pytest.mark.long
-def test_without_its_replay_buffer_a_run_collects_first(tmp_path):
-    total, flags = 1600, [*scripts.TINY[scripts.DQN], "--no-save-replay"]
-    process, workers = scripts.start_and_await_training(
-        scripts.DQN, tmp_path, *flags, "--learning-starts", "16", "--total-timesteps", str(total)
-    )
-    folder = tmp_path / scripts.check_interruption(process, workers, signal.SIGUSR1, 75)
-    saved = load_checkpoint(folder)
-    gradient_steps = saved["parts"]["count"]["gradient_steps"]
-    assert saved["parts"]["rb"] == {} and gradient_steps == (saved["global_step"] - 16) // 10
-    (tmp_path / "go").touch()
-    result = resume(scripts.DQN, tmp_path, folder, *LASTING)
-    assert "no replay buffer in the checkpoint: collecting 16 steps before" in result.stdout
-    summary = check_the_whole_run(scripts.DQN, folder, total)
-    left = total - saved["global_step"]
-    assert summary["gradient_steps"] == gradient_steps + max(left - 16, 0) // 10
-    assert summary["transitions_inserted"] == left
-
-
-@pytest.mark.long
-def test_weights_and_biases_gets_all_data_and_continues_the_same_run(tmp_path):
-    flags = [*scripts.TINY[scripts.PPO], "--track", "--capture-video"]
-    folder, _ = scripts.train(scripts.PPO, tmp_path, *flags)
-    assert list(tmp_path.glob("videos/*/*.mp4"))
-    (offline,) = tmp_path.glob("wandb/offline-run-*")
-    record = next(offline.glob("*.wandb")).read_bytes()
-    for text in (
-        b"envs_per_worker",
-        b"kl_threshold",
-        b"global_step",
-        b"eval_return_mean",
-        b"sync/pulls_per_worker",
-    ):
-        assert text in record
-    resume(scripts.PPO, tmp_path, folder, "--total-timesteps", "640", "--track")
-    check_the_whole_run(scripts.PPO, folder, 640)
-    runs = list(tmp_path.glob("wandb/offline-run-*"))
-    assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ PPO, DQN = "ppo_clusterenv.py", "dqn_clusterenv.py"
 OFF_POLICY = DQN, "scripts/dqn_atari_clusterenv.py", "scripts/sac_clusterenv.py"
 # The packages that a script needs, and those whose whole runs are left to `make test-all`.
 NEEDS = {"atari": "ale_py", "minatar": "minatar", "continuous": "mujoco"}
-LATER = {each for each in TINY if "atari" in each or "multilearner" in each or "sac" in each}
+LATER = {each for each in TINY if re.search("atari|minatar|multilearner|sac", each)}
 EVERY = pytest.mark.parametrize("script", scripts.parameters(TINY, LATER))
 SUMMARY = {
     "global_step", "wall_seconds", "sps", "pulls_per_worker", "sync_bytes", "mean_return_100",
@@ -94,23 +94,8 @@ def test_the_same_seed_gives_the_same_run(script, exact, tmp_path):
     events, others = (scripts.events_of(each) for each in (exact(script)[0], folder))
     for tag in events.Tags()["scalars"]:
         if not tag.startswith(("time/", "throughput/", "workers/", "charts/SPS")):
-            values, again = (
-                [event.value for event in each.Scalars(tag)] for each in (events, others)
-            )
-            np.testing.assert_array_equal(values, again, err_msg=tag)
-
-
-@pytest.mark.parametrize(
-    "script", scripts.parameters([each for each in TINY if each not in OFF_POLICY], LATER)
-)
-def test_the_learner_recomputes_the_policy_that_acted(script, exact, tmp_path):
-    """At lag 0 the proximal policy is the behavior policy, so the objective is plain PPO's."""
-    flags = ["--no-overlap", "--total-timesteps", str(exact(script)[1]["global_step"])]
-    lag0, _ = train(script, tmp_path / "lag0", *EXACT, *flags)
-    plain, _ = train(script, tmp_path / "plain", *EXACT, *flags, "--no-decoupled")
-    assert set(scalars(lag0, "sync/policy_lag")) == {0}
-    losses = [scalars(folder, "losses/policy_loss") for folder in (lag0, plain)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+            logs = ([event.value for event in each.Scalars(tag)] for each in (events, others))
+            np.testing.assert_array_equal(*logs, err_msg=tag)
 
 
 # Mistakes in flags.
@@ -134,10 +119,10 @@ def test_the_learner_recomputes_the_policy_that_acted(script, exact, tmp_path):
     ],
 )
 def test_a_mistake_in_a_flag_is_one_line_and_leaves_nothing(
-    tmp_path, monkeypatch, script, flags, says
+    empty, monkeypatch, script, flags, says
 ):
     flags = [*TINY[script], *flags.split()]
-    scripts.check_refusal_here(monkeypatch, script, tmp_path, flags, says)
+    scripts.check_refusal_here(monkeypatch, script, empty, flags, says)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +134,7 @@ def test_a_mistake_in_a_flag_is_one_line_and_leaves_nothing(
         (PPO, "--env-id FrozenLake-v1", "observations must be vectors"),
         (PPO, "--num-minibatches 7", "--num-minibatches must divide the batch of 64 samples"),
         (PPO, "--num-minibatches 64", "leaves one sample in each"),
-        (
-            PPO,
-            "--sync-interval 3",
-            "sync_interval goes with sync_mode 'interval', and is 3",
-        ),
+        (PPO, "--sync-interval 3", "sync_interval goes with sync_mode 'interval', and is 3"),
         (PPO, "--learning-rate 0", "--learning-rate must be above 0, got 0.0"),
         (PPO, "--no-decoupled --vtrace", "--vtrace needs --decoupled"),
         (PPO, "--eval-interval 8 --eval-episodes 0", "--eval-interval needs --eval-episodes"),
@@ -173,11 +154,11 @@ def test_a_mistake_in_a_flag_is_one_line_and_leaves_nothing(
         (DQN, "--num-envs 3", "--num-workers must divide --num-envs"),
     ],
 )
-def test_a_mistake_in_a_scripts_own_flag_is_one_line(tmp_path, monkeypatch, script, flags, says):
+def test_a_mistake_in_a_scripts_own_flag_is_one_line(empty, monkeypatch, script, flags, says):
     if "minatar" in script:
         pytest.importorskip("minatar")
     flags = [*TINY[script], *flags.split()]
-    scripts.check_refusal_here(monkeypatch, script, tmp_path, flags, says)
+    scripts.check_refusal_here(monkeypatch, script, empty, flags, says)
 
 
 @pytest.mark.parametrize("module", MODULES.values())
@@ -238,15 +219,6 @@ def test_never_pulls_once_and_always_pulls_every_update(exact, tmp_path):
     assert summary["pulls_per_worker"] == 1 and summary["eval_return_mean"] is None
     assert scalars(folder, "sync/policy_lag")[1:] == [1, 2, 3, 4]
     assert "eval/return_mean" not in scripts.events_of(folder).Tags()["scalars"]
-
-
-def test_pulls_are_much_smaller_than_the_actor(tmp_path):
-    folder, summary = train(PPO, tmp_path, "--kl-threshold", "1e-5")
-    model = load_model(folder / "ppo_clusterenv.cleanrl_model")["model"]
-    size = sum(value.nbytes for name, value in model.items() if name.startswith("actor"))
-    pulls = summary["pulls_per_worker"]
-    # For each worker: one byte per weight at first, then little more than one bit.
-    assert pulls > 1 and 0 < summary["sync_bytes"] / 2 < size / 4 + (pulls - 1) * size / 10
 
 
 def test_spellings_of_flags_and_a_clean_end_after_max_seconds_with_a_video(tmp_path):

@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import pickle
 import subprocess
 import sys
 from functools import partial
@@ -20,114 +19,10 @@ from .patience import kill
 from .scripts import ROOT
 
 
-def sent(packed):
-    """Return what a worker loads, after its pickle and its arrays have been sent."""
-    data, arrays = packed
-    return setup.loads(data, pickle.loads(pickle.dumps(arrays)))
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_large_arrays_are_held_once_and_may_be_written_to(is_shared):
-    data = np.arange(2**18 + 1, dtype=np.float32)
-    values = [
-        [data, data[1:].copy(), np.zeros(3)],
-        [np.asfortranarray(np.ones((2**10, 2**9))), np.zeros((0, 2**20)), data],
-        [7],
-    ]
-    packed = setup.pack_environments(values, is_shared)
-    assert all(len(each[0]) < 2**12 for each in packed)
-    first = data[0]
-    data[0] = -1  # too late for the workers
-    for value, pair in zip(values, packed, strict=True):
-        (loaded, again) = sent(pair), sent(pair)
-        for before, one, other in zip(value, loaded, again, strict=True):
-            if np.ndim(before):
-                changed = before.copy()
-                changed[changed == -1] = first
-                assert np.array_equal(one, changed) and one.dtype == before.dtype
-                assert one.flags.writeable and one.flags.f_contiguous == before.flags.f_contiguous
-                one[...] = 5
-                assert np.array_equal(other, changed)
-            else:
-                assert one == before
-
-
-def test_arrays_that_a_pickle_makes_are_not_mistaken_for_one_another():
-    class Fresh:
-        def __init__(self, number):
-            self.number = number
-
-        def __reduce__(self):
-            return np.copy, (np.full(setup.LARGE, self.number, np.uint8),)
-
-    packed = setup.pack_environments([Fresh(number) for number in range(6)], True)
-    assert [sent(each)[0] for each in packed] == list(range(6))
-
-
-def test_the_files_of_large_arrays_are_closed():
-    before = len(os.listdir("/proc/self/fd"))
-    packed = setup.pack_environments([np.ones(2**20)], True)
-    assert len(os.listdir("/proc/self/fd")) > before
-    del packed
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
 def test_an_object_that_cannot_be_pickled_is_one_line():
     text = "be sent to workers: TypeError: cannot pickle 'generator' object$"
     with pytest.raises(TypeError, match=text):
         setup.dumps(number for number in ())
-
-
-PACKS = """
-import pickle, subprocess, sys, warnings
-from dataclasses import dataclass
-import gymnasium as gym
-from clusterenv_runtime import setup
-from clusterenv_runtime.launchers import LocalLauncher
-
-@dataclass
-class State:
-    x: int
-
-def double(x):
-    return State(2 * x)
-
-if __name__ == "__main__":
-    gym.register("CartPole-v1", "gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=7)
-    gym.register("Own-v0", lambda: double(1))
-    gym.register("Odd-v0", (number for number in ()))
-    process = setup.Process(LocalLauncher())
-    with open("packed", "wb") as file:
-        pickle.dump((process, setup.dumps(lambda: double(4))), file)
-"""
-UNPACKS = """
-import pickle, sys
-import gymnasium as gym
-with open("packed", "rb") as file:
-    process, data = pickle.load(file)
-registry = process.take()
-main = sys.modules["__main__"]
-from clusterenv_runtime import setup
-make = setup.loads(data)
-assert pickle.loads(pickle.dumps(make())) == main.State(8) and main is sys.modules["__mp_main__"]
-assert "Odd-v0" not in registry and registry["CartPole-v1"].max_episode_steps == 7
-gym.registry.update(registry)
-gym.register("CartPole-v1", "gymnasium.envs.classic_control:CartPoleEnv")  # says nothing
-gym.registry.update(registry)
-assert gym.registry["CartPole-v1"].max_episode_steps == 7
-assert pickle.loads(pickle.dumps(registry["Own-v0"].entry_point())) == main.State(2)
-print(sys.argv, main.__file__, main.__spec__)
-"""
-
-
-def test_the_script_its_arguments_and_its_registry_travel(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    (tmp_path / "script.py").write_text(PACKS)
-    subprocess.run([sys.executable, "script.py", "--level"], cwd=tmp_path, env=env, check=True)
-    command = [sys.executable, "-c", UNPACKS]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.stdout == f"['script.py', '--level'] {tmp_path / 'script.py'} None\n", done.stderr
-    assert done.stderr == ""
 
 
 # A script that changes whatever can be changed in its process. It prints the facts about itself,
@@ -304,17 +199,10 @@ def test_the_heads_registrations_take_precedence_over_those_of_the_environments_
     entry = "gymnasium.envs.classic_control:MountainCarEnv"
     wrapper = gym.wrappers.TransformReward.wrapper_spec(func=lambda reward: 7 * reward)
     for env_id, steps in (("MountainCarLong-v0", 9), ("MountainCar-v0", 7), ("Again-v0", 3)):
-        gym.register(
-            env_id,
-            entry,
-            reward_threshold=-1.0,
-            nondeterministic=True,
-            max_episode_steps=steps,
-            order_enforce=False,
-            disable_env_checker=True,
-            additional_wrappers=(wrapper,),
-            kwargs={"goal_velocity": 0.01},
-        )
+        kwargs = {"goal_velocity": 0.01}
+        options = {"additional_wrappers": (wrapper,), "max_episode_steps": steps, "kwargs": kwargs}
+        flags = {"nondeterministic": True, "order_enforce": False, "disable_env_checker": True}
+        gym.register(env_id, entry, reward_threshold=-1.0, **options, **flags)
         env_fns = [partial(make, env_id)] * 2
         assert ends(env_fns).index([True, True]) == steps - 1
         with ClusterEnv(env_fns) as envs:
@@ -396,14 +284,9 @@ RUN = "exec(compile(open('script.py').read(), 'script.py', 'exec'), vars(main))"
 )
 def test_a_script_runs_in_whatever_module(tmp_path, arguments):
     (tmp_path / "script.py").write_text(BARE)
-    run = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
+    command, env = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    run = subprocess.run(command, cwd=tmp_path, env=env, **pipes)
     assert "rewards [1. 1.]" in run.stdout, run.stderr
 
 

@@ -162,15 +162,6 @@ def test_a_signal_is_heeded_at_once_when_there_are_no_workers_to_wait_for(signal
     assert exit.value.code == 75 and saves == [1]
 
 
-def test_the_clock_may_be_set_back(signals, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = Run(dqn_clusterenv.Args())
-    run.begin()
-    with run.training(Envs(), linear(), None):
-        monkeypatch.setattr("time.time", lambda: 0.0)
-        assert 0 <= run.seconds < 1000
-
-
 def test_weights_that_are_not_finite_are_not_saved(signals, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     run, model = Run(dqn_clusterenv.Args(checkpoint_interval=0, run_name="x")), linear()

@@ -3,9 +3,6 @@ learns from them as from one rollout.
 """
 
 import itertools
-import json
-import os
-import signal
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -14,15 +11,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Interrupted, Rollout
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, Rollout
 from clusterenv_runtime.messages import Collect
 from clusterenv_runtime.policy.sync import SyncRule
 from clusterenv_utils import Run
 
 from . import scripts
 from .envs import CountingEnv, RandomEnv, assert_same
-from .nets import MixedNet, change, linear
-from .patience import PATIENCE
+from .nets import MixedNet, linear
 from .scripts import scalars
 
 # Chunks as one rollout.
@@ -79,27 +75,6 @@ def test_a_workers_chunks_become_separate_columns_and_an_episode_counts_once():
         assert rollout.episodic_returns.tolist() == [15]
 
 
-class PairEnv(CountingEnv):
-    """Has its count in its infos from the fourth step on, as a pair."""
-
-    def step(self, action):
-        *others, _ = super().step(action)
-        return *others, {"pair": np.full(2, self.count)} if self.count > 3 else {}
-
-
-def test_infos_are_joined_even_if_the_first_chunk_has_none():
-    with ClusterEnv([PairEnv], 1, info_keys=["pair"]) as envs:
-        envs.publish(CategoricalPolicy(linear(1, 2)))
-        envs.reset()
-        chunks = []
-        for _ in range(2):
-            envs.send(3)
-            chunks.append(envs.recv()[1])
-        infos = Rollout.concatenate(chunks).infos
-        assert infos["pair"].tolist() == [[[0, 0], [4, 4]], [[0, 0], [5, 5]], [[0, 0], [0, 0]]]
-        assert infos["_pair"].tolist() == [[False, True], [False, True], [False, False]]
-
-
 # Which worker gets a request, and whose chunk comes next.
 
 
@@ -147,20 +122,6 @@ class Workers:
         return found
 
 
-def test_a_chunk_that_ends_the_run_does_not_count():
-    def add_episodes(chunk):
-        raise Interrupted("not finite")
-
-    run = a_run(3, 20, 1)
-    run.args.chunk_size = 1
-    run.iterations = lambda number, size: iter(range(number))
-    run.add_episodes = add_episodes
-    envs = Workers(3, "always", None, np.ones(3), 1)
-    with pytest.raises(Interrupted):
-        next(Run.stream(run, envs, lambda steps: None))
-    assert run.global_step == 0
-
-
 @pytest.mark.parametrize("outstanding", [1, 2, 3])
 def test_every_requested_chunk_is_taken_and_followed_by_a_new_request(outstanding):
     envs = Workers(3, "always", None, np.array([10.0, 10.0, 1.0]), 1)
@@ -173,15 +134,6 @@ def test_every_requested_chunk_is_taken_and_followed_by_a_new_request(outstandin
         assert outstanding_now == min(3 * outstanding, 60 - number)
         envs.policy_version += 1
     assert len(taken) == 60
-
-
-@pytest.mark.parametrize(("done", "left"), [(0, 9), (1, 6), (2, 3), (3, 0)])
-def test_no_more_chunks_are_requested_than_a_run_still_needs(done, left):
-    run = a_run(3, 3, outstanding=3)
-    run.global_step = done
-    envs = Workers(3, "always", None, np.ones(3), 1)
-    assert len(list(Run.chunks(run, envs))) == left
-    assert not any(envs.asked) and not envs.done
 
 
 def test_the_learner_waits_for_a_chunk_only_when_the_lag_bound_requires_it():
@@ -222,32 +174,6 @@ def test_no_chunk_is_older_than_the_bound(outstanding, mode):
         assert bound < max(lags) <= bound + outstanding
 
 
-def test_turns_are_taken_one_by_one():
-    envs = Workers(3, "always", 0, np.array([1.0, 1.0, 1e-3]), 1)
-    order, recv = [], envs.recv
-    envs.recv = lambda worker: (order.append(worker), recv(worker))[1]
-    for _ in Run.chunks(a_run(3, 3, 2, 0, deterministic=True), envs):
-        assert all(len(asked) <= 1 for asked in envs.asked)
-    assert order == [0, 1, 2] * 3
-
-
-def test_the_lag_of_real_workers_is_bounded():
-    env_fns = [CountingEnv, partial(CountingEnv, delay=0.02)]
-    with ClusterEnv(env_fns, 2, sync_mode="never", max_policy_lag=1) as envs:
-        policy = CategoricalPolicy(linear(1, 2))
-        envs.publish(policy)
-        envs.reset(seed=1)
-        chunks, lags, rows = Run.chunks(a_run(2, 30, 2, 1), envs), [], []
-        for _ in range(30):
-            change(policy, 0.1)
-            envs.publish(policy)
-            rollout = Rollout.concatenate(list(itertools.islice(chunks, 2)))
-            lags += [*(envs.policy_version - rollout.policy_versions)]
-            rows += [*rollout.rows]
-        assert 1 < max(lags) <= 3
-        assert rows.count(0) > rows.count(1) > 0
-
-
 # The scripts.
 
 STREAM = [*scripts.TINY[scripts.PPO], "--stream"]
@@ -271,15 +197,6 @@ def test_deterministic_runs_of_one_seed_are_the_same_and_one_version_behind(tmp_
     assert scalars(folder, "sync/policy_lag") == [0, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-def test_steps_and_updates_are_exact(tmp_path, workers):
-    flags = ["--num-workers", str(workers), "--num-envs", "4", "--outstanding", "3"]
-    folder, summary = scripts.train(scripts.PPO, tmp_path, *STREAM, *flags)
-    assert summary["global_step"] == 320 and summary["updates"] == 5
-    steps = [event.step for event in scripts.events_of(folder).Scalars("charts/SPS")]
-    assert steps == [64, 128, 192, 256, 320]
-
-
 def test_nobody_waits_for_a_slow_worker(tmp_path):
     slow_id = scripts.write_slow_env(tmp_path, 160)
     flags = ["--env-id", slow_id, "--total-timesteps", "1280"]
@@ -290,20 +207,6 @@ def test_nobody_waits_for_a_slow_worker(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_worker_that_is_killed_is_replaced_and_no_step_is_lost(tmp_path, killed):
-    flags = [*STREAM, "--total-timesteps", "1280", "--run-name", "x"]
-    process, _ = scripts.start_and_await_training(scripts.PPO, tmp_path, *flags)
-    os.kill(scripts.workers_of(process.pid)[killed], signal.SIGKILL)
-    log = tmp_path / "runs" / "x" / "workers" / f"worker-{killed}.log"
-    (tmp_path / "go").touch()
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, errors
-    assert "another is started, replacement 1 of this worker" in errors and log.exists()
-    summary = json.loads((tmp_path / "runs" / "x" / "summary.json").read_text())
-    assert summary["global_step"] == 1280 and summary["updates"] == 20
-
-
 def test_an_interrupted_run_goes_on_with_each_step_once(tmp_path):
     flags = [*STREAM, "--total-timesteps", "1280"]
     process, workers = scripts.start_and_await_training(scripts.PPO, tmp_path, *flags)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from clusterenv_runtime import CategoricalPolicy
 from clusterenv_runtime.policy import tensors
-from clusterenv_runtime.policy.tensors import eval_mode, flat_weights, pickled
+from clusterenv_runtime.policy.tensors import flat_weights, pickled
 from clusterenv_runtime.policy.versions import PolicyCopy
 
 from .envs import CountingEnv
@@ -295,12 +295,6 @@ def test_a_worker_gets_attributes_of_all_dtypes_and_shapes():
         assert torch.equal(came.to_dense(), sent.to_dense())
 
 
-def test_a_frozen_network_need_not_be_registered():
-    policy = CategoricalPolicy(Aside([linear(1, 2).requires_grad_(False)]))
-    observations = torch.randn(5, 1)
-    assert torch.equal(copy_on_worker(policy).policy(observations), policy(observations))
-
-
 def test_classes_of_a_script_are_pickled_only_once(store, monkeypatch):
     """`cloudpickle` takes milliseconds for a class, and a learner may publish often."""
     whole = []
@@ -319,31 +313,12 @@ def test_classes_of_a_script_are_pickled_only_once(store, monkeypatch):
     assert store.publish(local(policy.actor))  # of another class of this name
 
 
-def test_modes_are_restored_after_an_error():
-    policy = CategoricalPolicy(nn.Sequential(nn.BatchNorm1d(1).eval(), linear(1, 2)))
-    modes = [module.training for module in policy.modules()]
-    with pytest.raises(KeyError), eval_mode(policy):
-        assert not any(module.training for module in policy.modules())
-        raise KeyError
-    assert [module.training for module in policy.modules()] == modes and set(modes) == {True, False}
-
-
 def test_a_structure_that_changes_every_time_is_warned_of_once(store, caplog):
     policy = changeable()
     for policy.extra in range(15):
         store.publish(policy)
     warned = [text for text in caplog.messages if "structure changed 10 times" in text]
     assert len(warned) == 1
-
-
-def test_a_policy_that_keeps_its_features_is_not_pulled_because_of_them():
-    with ClusterEnv([CountingEnv], 1, kl_threshold=1e9) as envs:
-        envs.reset(seed=1)
-        policy = CategoricalPolicy(Recalling())
-        for _ in range(4):
-            policy(torch.ones(1, 1)).sum().backward()
-            envs.rollout(policy, 3)
-        assert envs.pulls.tolist() == [1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

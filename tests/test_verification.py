@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from verification import mutations
 from verification.bugs import BUGS
 from verification.model import Model
-from verification.search import MAX_RESTARTS, PROGRAMS, find, first_without_way, search
+from verification.search import MAX_RESTARTS, PROGRAMS, find, search
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,13 +29,6 @@ def test_the_programs_have_more_than_a_million_states():
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_in_the_model_is_found(bug):
     assert find(bug).problem
-
-
-def test_a_state_from_which_there_is_no_way_to_the_end_is_found():
-    # 0 -> 1 -> 2, 1 -> 3, and 3 -> 4 -> 3.
-    sources, targets = array("l", [0, 1, 1, 3, 4]), array("l", [1, 2, 3, 4, 3])
-    assert first_without_way([False, False, True, False, False], sources, targets) == 3
-    assert first_without_way([False, False, True, False, True], sources, targets) is None
 
 
 def simulate(*flags, timeout=1200):

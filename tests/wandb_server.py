@@ -26,9 +26,8 @@ class Handler(BaseHTTPRequestHandler):
             operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
             with self.server.lock:
                 self.server.operations.append(operation)
-                answer = {
-                    "data": getattr(self, operation, dict)(**(request.get("variables") or {}))
-                }
+                variables = request.get("variables") or {}
+                answer = {"data": getattr(self, operation, dict)(**variables)}
         body = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -49,34 +48,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def Viewer(self, **_):
-        return {
-            "viewer": {
-                "id": "1",
-                "entity": "me",
-                "username": "me",
-                "flags": "{}",
-                "teams": {"edges": []},
-            }
-        }
+        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}"}
+        return {"viewer": {**viewer, "teams": {"edges": []}}}
 
     def UpsertSweep(self, config, **_):
         self.server.config = yaml.safe_load(config)
         project = {"name": "clusterenv", "entity": {"name": "me"}}
-        return {
-            "upsertSweep": {
-                "sweep": {"name": "standin1", "project": project},
-                "configValidationWarnings": [],
-            }
-        }
+        sweep = {"name": "standin1", "project": project}
+        return {"upsertSweep": {"sweep": sweep, "configValidationWarnings": []}}
 
     def SweepWithRuns(self, **_):
-        keys = {
-            "id": "1",
-            "name": "standin1",
-            "config": yaml.safe_dump(self.server.config),
-            "runs": {"edges": []},
-        }
-        return {"project": {"sweep": {**keys, "state": "RUNNING"}}}
+        keys = {"id": "1", "name": "standin1", "runs": {"edges": []}, "state": "RUNNING"}
+        return {"project": {"sweep": {**keys, "config": yaml.safe_dump(self.server.config)}}}
 
     def CreateAgent(self, **_):
         self.server.agents += 1
@@ -88,15 +71,8 @@ class Handler(BaseHTTPRequestHandler):
             server, commands = self.server, [{"type": "exit"}]
             if server.given < len(grid := server.grid()):
                 args = {name: {"value": value} for name, value in grid[server.given].items()}
-                program = server.config["program"]
-                commands = [
-                    {
-                        "type": "run",
-                        "run_id": f"run{server.given}",
-                        "program": program,
-                        "args": args,
-                    }
-                ]
+                command = {"type": "run", "run_id": f"run{server.given}", "args": args}
+                commands = [{**command, "program": server.config["program"]}]
                 server.given += 1
         return {"agentHeartbeat": {"agent": {"id": id}, "commands": json.dumps(commands)}}
 
@@ -115,13 +91,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, config=None):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.config, self.operations, self.given, self.agents, self.lock = (
-            config,
-            [],
-            0,
-            0,
-            threading.Lock(),
-        )
+        self.config, self.operations, self.lock = config, [], threading.Lock()
+        self.given = self.agents = 0
 
     def grid(self):
         parameters = self.config["parameters"]
@@ -131,12 +102,8 @@ class Server(ThreadingHTTPServer):
     def environment(self, home):
         """Return the variables that make W&B's client talk to this server, and to it alone."""
         url = f"http://127.0.0.1:{self.server_port}"
-        return {
-            "WANDB_BASE_URL": url,
-            "WANDB_API_KEY": 40 * "0",
-            "HOME": str(home),
-            "WANDB_ERROR_REPORTING": "false",
-        }
+        wandb = {"WANDB_BASE_URL": url, "WANDB_API_KEY": 40 * "0", "WANDB_ERROR_REPORTING": "false"}
+        return {**wandb, "HOME": str(home)}
 
 
 @contextmanager

@@ -20,18 +20,12 @@ from tests.algorithms.recording import record
 
 MOST = 3  # the most that an episode can return
 REACHED = 2.4  # every script's evaluation returns more than this, and no mistaken script's does
-PPO = (
-    "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4 "
-    "--gamma 0.95"
-)
-PPO += " --eval-episodes 100"
+PPO = "--num-workers 1 --envs-per-worker 16 --num-steps 16 --num-minibatches 4 --update-epochs 4"
+PPO += " --gamma 0.95 --eval-episodes 100"
 LONG = "--num-steps 32 --num-minibatches 8"
 SMALL = "--num-steps 8 --num-minibatches 2 --update-epochs 2 --eval-episodes 20"
-DQN = (
-    "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128 "
-    "--gamma 0.95"
-)
-DQN += " --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
+DQN = "--deterministic --num-workers 1 --envs-per-worker 8 --num-steps 8 --learning-starts 128"
+DQN += " --gamma 0.95 --exploration-fraction 0.6 --end-e 0.02 --eval-episodes 100"
 TRAININGS = {  # the environment, and flags
     "ppo_clusterenv.py": (
         "Corridor-vector",
@@ -76,13 +70,10 @@ TRAININGS = {  # the environment, and flags
 }
 # The tests' seeds, if they are not 1. With seed 1, untrained DQN on Atari walks by chance.
 SEEDS = {"scripts/dqn_atari_clusterenv.py": 2}
+LATE = "--learning-starts 1000000"
 MISTAKES = {  # a piece of the script and its replacement, or flags
     "none": {"ppo": "", "dqn": "", "sac": ""},
-    "untrained": {
-        "ppo": "--learning-rate 1e-30",
-        "dqn": "--learning-starts 1000000",
-        "sac": "--learning-starts 1000000",
-    },
+    "untrained": {"ppo": "--learning-rate 1e-30", "dqn": LATE, "sac": LATE},
     "flipped sign": {
         "ppo": ('pg_loss = (mb["weights"]', 'pg_loss = -(mb["weights"]'),
         "dqn": ("return rewards + gamma", "return -rewards + gamma"),
@@ -119,19 +110,11 @@ def learn(script, directory, seed=1, mistake="none"):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description="Train each script, without and with mistakes, and print its returns."
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
-    parser.add_argument(
-        "--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS), help="scripts to train"
-    )
-    parser.add_argument(
-        "--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES), help="mistakes to make"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count(), help="number of parallel trainings"
-    )
+    parser.add_argument("--scripts", nargs="+", choices=TRAININGS, default=list(TRAININGS))
+    parser.add_argument("--mistakes", nargs="+", choices=MISTAKES, default=list(MISTAKES))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel trainings")
     args = parser.parse_args()
 
     def one(run):

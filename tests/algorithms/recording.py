@@ -126,10 +126,7 @@ def main(output, script, interrupt, *flags):
 
     def collect(name):
         def call(envs, *args, **kwargs):
-            state = (
-                torch.get_rng_state(),
-                networks(script_variables()),
-            )
+            state = torch.get_rng_state(), networks(script_variables())
             result = original[name](envs, *args, **kwargs)
             rollout = result[1] if name == "recv" else result
             recording.calls.append(Call(deepcopy(rollout), *state))
@@ -203,8 +200,6 @@ def main(output, script, interrupt, *flags):
 
 if __name__ == "__main__":
     # So pickles refer to a module that other processes can import.
-    from tests.algorithms import (
-        recording as this,
-    )
+    from tests.algorithms import recording as this
 
     this.main(*sys.argv[1:])

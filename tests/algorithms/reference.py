@@ -192,10 +192,8 @@ def ppo_objective(
         advantages = (advantages - advantages.mean()) / (variance.sqrt() + 1e-8)
     ratio = (new - old).exp()
     low, high = (torch.full_like(ratio, 1 + sign * args.clip_coef) for sign in (-1, 1))
-    unclipped, clipped = (
-        ratio * advantages,
-        torch.minimum(torch.maximum(ratio, low), high) * advantages,
-    )
+    unclipped = ratio * advantages
+    clipped = torch.minimum(torch.maximum(ratio, low), high) * advantages
     objective = (weights * torch.minimum(unclipped, clipped)).mean()
     reached |= {"ratio clipped"} if (clipped < unclipped).any() else set()
     error = (value - returns) ** 2
@@ -257,10 +255,8 @@ def ppo(recording, network):
                 params, values, next_values = _look_recurrent(network, weights, rollout, obs)
             else:
                 params, values = network(weights, obs.flatten(0, 1))
-                params, values = (
-                    params.view(num_steps, num_envs, -1),
-                    values.view(num_steps, num_envs),
-                )
+                params = params.view(num_steps, num_envs, -1)
+                values = values.view(num_steps, num_envs)
                 after = network(weights, array(rollout.next_observations))[1]
                 next_values = torch.cat([values[1:], after[None]])
                 finals = iter(network(weights, array(rollout.final_observations))[1])
@@ -422,13 +418,8 @@ def dqn(recording, q_values, newest_first=False):
     args = SimpleNamespace(**recording.args)
     weights, learned = parameters_of(recording.calls[0].networks["q_network"])
     target, _ = parameters_of(recording.calls[0].networks["target_network"])
-    adam, logged, kept, inserted, gradient_steps = (
-        Adam(learned, eps=1e-8),
-        defaultdict(list),
-        [],
-        0,
-        0,
-    )
+    adam, logged, kept = Adam(learned, eps=1e-8), defaultdict(list), []
+    inserted = gradient_steps = 0
     for call in recording.calls:
         chunk = call.rollout
         torch.set_rng_state(call.torch_state)

@@ -35,31 +35,20 @@ SCRIPTS = {  # the kind of environment, and the content of a checkpoint
     "scripts/dqn_atari_clusterenv.py": ("atari", OF_DQN),
     "scripts/sac_clusterenv.py": ("box", OF_SAC),
 }
-FLAGS = (
-    "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0 "
-    "--seed 5"
-)
-FLAGS += " --sync-mode always --weights float32"
+FLAGS = "--num-workers 1 --envs-per-worker 2 --num-steps 8 --total-timesteps 64 --eval-episodes 0"
+FLAGS += " --seed 5 --sync-mode always --weights float32"
 PPO = "--num-minibatches 2 --update-epochs 2 --learning-rate 0.001 --no-overlap"
 # Each chunk is requested before the learner has learned from the previous one. So only random
 # actions are the same in both runs.
-DQN = (
-    "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20 "
-    "--batch-size 4"
-)
-DQN += " --buffer-size 40 --save-replay --tau 0.5"
+DQN = "--deterministic --learning-starts 16 --train-frequency 2 --target-network-frequency 20"
+DQN += " --batch-size 4 --buffer-size 40 --save-replay --tau 0.5"
 RANDOM = "--start-e 1 --end-e 1"
 # The actor learns so slowly that it acts in the same way in both runs. The Q-networks do learn.
 SAC = "--deterministic --learning-starts 16 --batch-size 4 --buffer-size 40 --utd 0.5"
 SAC += " --policy-lr 1e-30"
 INTERRUPT = 2  # the interrupted iteration, of four with 16 steps each
 STEP = 16 * INTERRUPT
-BY_THE_CLOCK = (
-    "time/",
-    "workers/",
-    "charts/SPS",
-    "throughput/consumed_sps",
-)
+BY_THE_CLOCK = "time/", "workers/", "charts/SPS", "throughput/consumed_sps"
 
 
 def flags_of(script, *more):
@@ -111,15 +100,7 @@ def logged(recording, after=0):
     return {tag: values[after:] for tag, values in tags.items()}
 
 
-LONG = {
-    "scripts/ppo_continuous_clusterenv.py",
-    "scripts/ppo_lstm_clusterenv.py",
-    "scripts/sac_clusterenv.py",
-    "scripts/ppo_multilearner_clusterenv.py",
-    "scripts/ppo_minatar_clusterenv.py",
-    "scripts/ppo_atari_clusterenv.py",
-    "scripts/dqn_atari_clusterenv.py",
-}
+LONG = SCRIPTS.keys() - {"ppo_clusterenv.py", "dqn_clusterenv.py"}
 
 
 @pytest.mark.parametrize("script", scripts.parameters(SCRIPTS, later=LONG))
@@ -139,10 +120,8 @@ def test_the_resumed_run_equals_the_uninterrupted_run(tmp_path, script):
     assert (whole.seeds, resumed.seeds) == ([5], [5 + STEP])
 
     # The run continues like the uninterrupted run, and in the same way both times.
-    ends = {
-        name: load_checkpoint(tmp_path / name / "runs" / "x")
-        for name in ("whole", "parted", "again")
-    }
+    names = "whole", "parted", "again"
+    ends = {name: load_checkpoint(tmp_path / name / "runs" / "x") for name in names}
     for recording, end in ((resumed, ends["parted"]), (again, ends["again"])):
         for ours, theirs in zip(recording.calls, whole.calls[INTERRUPT:], strict=True):
             np.testing.assert_array_equal(ours.rollout.actions, theirs.rollout.actions)
@@ -168,10 +147,8 @@ def test_the_resumed_run_equals_the_uninterrupted_run(tmp_path, script):
     scripts.parameters(["dqn_clusterenv.py", "scripts/dqn_atari_clusterenv.py"], later=LONG),
 )
 def test_exploration_and_counts_go_on_where_they_were(tmp_path, script, outstanding):
-    flags = (
-        f"--start-e 0.9 --end-e 0.1 --exploration-fraction 0.9 --no-deterministic --outstanding "
-        f"{outstanding}"
-    )
+    flags = "--start-e 0.9 --end-e 0.1 --exploration-fraction 0.9 --no-deterministic"
+    flags += f" --outstanding {outstanding}"
     record(script, tmp_path, *flags_of(script, flags), interrupt=INTERRUPT)
     resumed = resume(script, tmp_path)
     args = reference.SimpleNamespace(**resumed.args)
@@ -226,12 +203,9 @@ def test_sac_goes_on_at_new_rates_and_with_a_new_alpha(tmp_path, autotune):
 
 
 def test_a_run_goes_on_with_another_number_of_workers(tmp_path):
-    flags = (
-        "--num-workers 2 --num-envs 5 --num-steps 8 --total-timesteps 160 --num-minibatches 2 "
-        "--update-epochs 2"
-    )
+    flags = "--num-workers 2 --num-envs 5 --num-steps 8 --total-timesteps 160 --num-minibatches 2"
     flags += " --env-id tests.algorithms.toys:Clockwork-vector-v0 --eval-episodes 0 --seed 5"
-    flags += " --sync-mode always --weights float32 --no-overlap"
+    flags += " --update-epochs 2 --sync-mode always --weights float32 --no-overlap"
     for name in ("whole", "parted"):
         (tmp_path / name).mkdir()
     whole = record("ppo_clusterenv.py", tmp_path / "whole", *flags.split())

@@ -99,14 +99,8 @@ class Slurm:
             )
         user = run("id", "-un").stdout.strip()
         names = f"NodeName=node[1-{nodes}] {where}"
-        text = CONF.format(
-            controller=controller,
-            port=ports[0],
-            directory=directory,
-            user=user,
-            nodes=names,
-            cpus=cpus,
-        )
+        where = {"controller": controller, "port": ports[0], "directory": directory}
+        text = CONF.format(**where, user=user, nodes=names, cpus=cpus)
         (directory / "slurm.conf").write_text(text)
         # Without this line, slurmd would look for cgroups itself, and fail.
         (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -130,40 +124,31 @@ class Slurm:
         """
         conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
         # A shell that only talks to the cluster does not have these variables.
-        names = (
-            b"LAB_NODE",
-            b"SLURMD_NODENAME",
-        )
+        names = b"LAB_NODE", b"SLURMD_NODENAME"
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # the process has ended in between, or is another user's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
-                environ = dict(
-                    word.partition(b"=")[::2]
-                    for word in (directory / "environ").read_bytes().split(b"\0")
-                )
+                words = (directory / "environ").read_bytes().split(b"\0")
+                environ = dict(word.partition(b"=")[::2] for word in words)
                 if state != "Z":
                     parents[int(directory.name)] = int(parent)
                     at = [environ[name] for name in names if name in environ]
-                    if environ.get(b"SLURM_CONF") == conf and (
-                        at if node is None else node.encode() in at
-                    ):
+                    is_here = at if node is None else node.encode() in at
+                    if is_here and environ.get(b"SLURM_CONF") == conf:
                         found.add(int(directory.name))
         while new := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= new
         if self.network is not None:
             for name in [node] if node else self.nodes:
-                found |= set(
-                    map(
-                        int, run("ip", "netns", "pids", self.link(name), check=False).stdout.split()
-                    )
-                )
+                pids = run("ip", "netns", "pids", self.link(name), check=False).stdout
+                found |= set(map(int, pids.split()))
         return found
 
-    def kill(self, node: str | None = None) -> None:
-        """Kill every process of this cluster, or of one node, and check that they are gone."""
+    def kill(self) -> None:
+        """Kill every process of this cluster, and check that they are gone."""
 
         def all_gone():
-            pids = self.processes(node)
+            pids = self.processes()
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -171,7 +156,7 @@ class Slurm:
                 daemon.poll()  # so that it does not stay a zombie
             return not pids
 
-        wait_for(f"the processes of {node or 'the cluster'} to end", PATIENCE, all_gone)
+        wait_for("the processes of the cluster to end", PATIENCE, all_gone)
 
     def spawn(self, name: str, *command: str, **env: str) -> None:
         with open(self.directory / "daemons.log", "ab") as log:
@@ -188,17 +173,8 @@ class Slurm:
             return self.spawn(node, *slurmd.split(), LAB_NODE=node)
         # nsenter, because `ip netns exec` hides /sys/fs/cgroup, without which slurmd does not start
         script = f"mount --bind {self.directory}/hosts /etc/hosts; hostname {node}; exec {slurmd}"
-        enter = [
-            "nsenter",
-            f"--net=/run/netns/{self.link(node)}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            script,
-        ]
-        return self.spawn(node, *enter, LAB_NODE=node)
+        enter = f"nsenter --net=/run/netns/{self.link(node)} unshare --uts --mount sh -c"
+        return self.spawn(node, *enter.split(), script, LAB_NODE=node)
 
     def start(self) -> None:
         munge = self.directory / "munge"
@@ -253,33 +229,18 @@ class Slurm:
         Raises:
             LabError: the time is up, or the job has ended in another state.
         """
-        wanted, ends = (
-            set(states or ["COMPLETED"]),
-            {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"},
-        )
+        wanted = set(states or ["COMPLETED"])
+        ends = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        says = ", ".join(sorted(wanted))
 
         def reached():
             parts = self.jobs(job)
             now = {part["JobState"] for part in parts}
             if now & ends - wanted:
-                raise LabError(
-                    f"job {job} is {', '.join(sorted(now))}, not {', '.join(sorted(wanted))}: "
-                    f"{parts}"
-                )
+                raise LabError(f"job {job} is {', '.join(sorted(now))}, not {says}: {parts}")
             return now <= wanted and parts
 
-        return wait_for(f"job {job} to be {', '.join(sorted(wanted))}", seconds, reached)
-
-    def crash(self, node: str) -> None:
-        """Kill everything on a node at once. Slurm takes some minutes to notice."""
-        self.kill(node)
-
-    def restore(self, node: str) -> None:
-        """Start a crashed node again."""
-        self.spawn_node(node)
-        self.await_daemons(
-            f"{node} to be up", lambda: self.states()[node] in ("idle", "mix", "alloc")
-        )
+        return wait_for(f"job {job} to be {says}", seconds, reached)
 
     def cut(self, node: str) -> None:
         """Cut the link of a node with its own network: packets vanish, connections stay open."""
@@ -307,11 +268,8 @@ def start(nodes: int = 3, cpus: int = 4, networked: bool = False):
     if reason := obstacle(networked):
         raise LabError(reason)
     with ExitStack() as stack:
-        directory = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="lab-", ignore_cleanup_errors=True)
-            )
-        )
+        temporary = tempfile.TemporaryDirectory(prefix="lab-", ignore_cleanup_errors=True)
+        directory = Path(stack.enter_context(temporary))
         directory.chmod(0o755)  # munged insists that everyone can reach its socket
         network = stack.enter_context(namespaces(nodes)) if networked else None
         slurm = Slurm(nodes, cpus, network, directory)
