@@ -5,10 +5,11 @@
 Makes the virtual environments in the given directory (7 GB; the versions are those for Python 3.11
 on Linux). Then measures all systems in turn, ours included, `--rounds` times, on the same work and
 in steady state, as in `experiments.benchmarks.throughput`. Appends every measurement to `--csv`,
-and writes a table (.md) and a plot (.png) beside it. Measurements that are already in that file are
-not repeated; remove it to start again. A system that fails, or cannot be installed, is named, and
-the others go on. `--rounds 0` only makes the virtual environments. Takes about an hour on two
-cores, and 10 GB of memory for the 64 processes of Stable-Baselines3.
+and writes a table (.md) and a plot (.png) beside it, and README.md's picture (`four_bars`).
+Measurements that are already in that file are not repeated; remove it to start again. A system that
+fails, or cannot be installed, is named, and the others go on. `--rounds 0` only makes the virtual
+environments. Takes about an hour on two cores, and 10 GB of memory for the 64 processes of
+Stable-Baselines3.
 """
 
 import csv
@@ -30,6 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import work
 from ..scripts import call, measure
 from ..throughput import SYSTEMS, select, table
+from . import four_bars
+from .four_bars import read
 
 HERE = Path(__file__).resolve().parent
 
@@ -129,17 +132,6 @@ def set_up(peer, venvs, timeout):
         [folder / "bin" / "python", "-m", "pip", "install", "-r", peer.requirements], venvs, timeout
     )
     done.write_text(wanted)
-
-
-def read(path):
-    """Return the rates measured so far, {(env_id, system): {round: steps per second}}."""
-    rates = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                rate = float(row["steps"]) / float(row["seconds"])
-                rates.setdefault((row["env_id"], row["system"]), {})[int(row["round"])] = rate
-    return rates
 
 
 def append(path, *row):
@@ -254,6 +246,7 @@ if __name__ == "__main__":
         )
         args.csv.with_suffix(".md").write_text(text + "\n")
         plot(rates, shown, args.env_ids, args.csv.with_suffix(".png"))
+        four_bars.draw(rates, args.csv.with_name("four_bars.png"))
         print(text)
     if failed:
         sys.exit(
