@@ -99,8 +99,8 @@ def run(sweep: Sweep, study: Study, jobs: int, is_one: bool) -> int:
             was_told = True
             for process in running:
                 process.terminate()
-            text = "which may save; a second Ctrl-C ends them now"
-            print(f"stopping {len(running)} runs, {text}", file=sys.stderr)
+            text = f"stopping {len(running)} runs, which may save; a second Ctrl-C ends them now"
+            print(text if running else "stopped", file=sys.stderr)
         if SIGNALS.count(signal.SIGINT) > 1:
             for process in running:
                 process.end()

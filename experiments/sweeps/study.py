@@ -27,25 +27,22 @@ class Study:
         self._sweep = sweep
         self._output = output
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        cap = sweep.run_cap if sweep.method == "grid" else None  # more draws are no other study
+        grid = sweep.grid() if sweep.method == "grid" else []
+        self._total = len(grid) or sweep.run_cap or 0
+        file = sweep.parameters, sweep.method, sweep.metric, len(grid)  # more draws change nothing
         with self.alone():
             self._study = optuna.create_study(
                 storage=f"sqlite:///{output}/study.db",
                 sampler=TPESampler() if sweep.method == "bayes" else RandomSampler(),
-                study_name=sweep.name_of([sweep.parameters, sweep.method, sweep.metric, cap]),
+                study_name=sweep.name_of(file),
                 direction=sweep.metric.goal,
                 load_if_exists=True,
             )
             for trial in self._trials(TrialState.FAIL, *FINISHED):
                 if trial.state == TrialState.FAIL or not result_of(self.directory(trial.params)):
                     self._repeat(trial)
-            self._total = sweep.run_cap or 0
-            if sweep.method == "grid":
-                known = [each.system_attrs["fixed_params"] for each in self._trials()]
-                for each in sweep.grid():
-                    if each not in known:
-                        self._study.enqueue_trial(each)
-                self._total = len(self._trials())
+            for each in grid[len(self._trials()) :]:
+                self._study.enqueue_trial(each)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
