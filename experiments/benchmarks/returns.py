@@ -38,7 +38,9 @@ class Args:
     flags: str = ""
     """further flags of our script, in one string"""
     output: Path = Path("runs/returns")
-    """directory for a folder per run, and for the figure"""
+    """directory for a folder per run"""
+    plot: Path = Path("returns.png")
+    """file for the figure"""
 
 
 def kept(directory: Path, command: list[str]) -> str:
@@ -76,7 +78,7 @@ def main() -> None:
     table = make_table(settings, tags)
     print(table)
     figure, _ = draw_figure(settings, tags, table, smooth=1)
-    figure.savefig(args.output / f"{task}.png", dpi=150)
+    figure.savefig(args.plot, dpi=150)
 
 
 if __name__ == "__main__":
