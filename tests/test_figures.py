@@ -66,7 +66,7 @@ def write_run(directory, parameters):
         "updates": 100,
     }
     summary = {**measured, "worker_restarts": [], "args": {**args, "total_timesteps": STEPS}}
-    result = {"parameters": parameters, "run": "runs/one", "summary": summary, **here()}
+    result = {**summary, **here(), "run": "runs/one"}
     (directory / "result.json").write_text(json.dumps(result))
 
 
