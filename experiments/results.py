@@ -25,8 +25,8 @@ from experiments.machine import here
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "experiments/benchmarks/results"
-CODE = ("clusterenv_runtime", "scripts", ":(glob)*.py", "experiments/benchmarks/**.py",
-        "requirements.txt")  # fmt: skip
+CODE = ("clusterenv_runtime", "clusterenv_utils", "scripts", ":(glob)*.py",
+        "experiments/benchmarks/**.py", "requirements.txt")  # fmt: skip
 BENCHMARK = "-m experiments.benchmarks"
 COMMANDS = {  # by name, roughly from short to long
     "collection": f"{BENCHMARK}.collection",
@@ -35,12 +35,9 @@ COMMANDS = {  # by name, roughly from short to long
     "recovery": f"{BENCHMARK}.recovery",
     "straggler": f"{BENCHMARK}.straggler",
     "straggler_ten": f"{BENCHMARK}.straggler --num-workers 10 --delay 0.01 --seconds 8",
-    "differences": f"{BENCHMARK}.differences",
     "make_train": "ppo_clusterenv.py",
-    "security": f"{BENCHMARK}.security",
     "transport": f"{BENCHMARK}.transport",
     "steps": f"{BENCHMARK}.steps --rounds 3",
-    "atari": f"{BENCHMARK}.atari",
     "publications_sac": f"{BENCHMARK}.publications --frequencies 10 20 50",
     "publications_sac_utd": (
         f"{BENCHMARK}.publications --frequencies 10 20 --flags='--env-id HalfCheetah-v5 "
@@ -74,8 +71,9 @@ COMMANDS = {  # by name, roughly from short to long
         "--output {folder}/time_to_solve --plot {folder}/time_to_solve.png"
     ),
     "sac_returns": (
-        f"{BENCHMARK}.sac_returns --cleanrl {{cleanrl}}/cleanrl/sac_continuous_action.py "
-        "--output {folder}"
+        f"{BENCHMARK}.returns --script scripts/sac_clusterenv.py --env-id HalfCheetah-v5 "
+        "--cleanrl {cleanrl}/cleanrl/sac_continuous_action.py --output {folder} "
+        "--plot {folder}/sac_returns.png"
     ),
     "chaos_ppo": "-m tests.chaos --flags='--total-timesteps 800000'",
 }

@@ -10,11 +10,9 @@ from .patience import PATIENCE
 
 SMALL = {
     "collection": "--num-rollouts 1 --rounds 1 --num-steps 8",
-    "differences": "--widths 64 --num-workers 2 --versions 1",
     "recovery": "--kills 1 --pause 0.5",
     "rows": "--env-ids CartPole-v1 --workers 2 --num-envs 4 --num-steps 4 --rollouts 2 --seeds 1",
     "scale": "--workers 2 --seconds 0.1 --storms 1 --out .",
-    "security": "--rounds 1 --seconds 0.1",
     "steps": "--steps 1 --rounds 1 --scripts ppo --no-compile",
     "straggler": "--delay 0.001 --seconds 0.2",
     "transport": "--seconds 0.05 --rounds 1",

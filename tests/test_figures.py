@@ -51,7 +51,7 @@ def write_run(directory, parameters):
     measured |= {"sync_bytes": round(4 * pulls), "mean_return_100": 10.0 * parameters["seed"]}
     measured |= {"eval_return_mean": 7.0, "updates": 100}
     summary = {**measured, "worker_restarts": [], "args": {**args, "total_timesteps": STEPS}}
-    result = {"parameters": parameters, "run": "runs/one", "summary": summary, **here()}
+    result = {**summary, **here(), "run": "runs/one"}
     (directory / "result.json").write_text(json.dumps(result))
 
 

@@ -83,7 +83,7 @@ class SteppedEnv(VectorEnv):
             own = each.worker.rows
             ended = each.worker.ended & (mask is not None and ~mask[own])
             self._pool.note_seen(each, each.response["arrays"][0], ended)
-        return self._joined(requests)  # type: ignore[return-value]
+        return self._joined(requests)
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step every environment.
@@ -115,7 +115,7 @@ class SteppedEnv(VectorEnv):
         for each in requests:
             seen, _, terminations, truncations = each.response["arrays"]
             self._pool.note_seen(each, seen, (terminations | truncations) & shows_end)
-        return self._joined(requests)  # type: ignore[return-value]
+        return self._joined(requests)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute."""

@@ -4,8 +4,8 @@
 
 Most of CleanRL's scripts were written for older versions. This module restores the interfaces that
 they expect. It writes `summary.json` into the run's directory, with the mean return of the last 100
-episodes, from the environment's own rewards. For Gymnasium's environments, it also lists each
-episode: the environment steps so far, the time, and the return.
+episodes, from the environment's own rewards. For Gymnasium's environments, it also logs the return
+of each episode, which most of these scripts look for where old versions have it.
 """
 
 import importlib
@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
+from torch.utils.tensorboard import SummaryWriter
 
 returns = deque(maxlen=100)
 episodes = []
@@ -113,5 +114,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     (folder,) = Path("runs").iterdir()
-    summary = {"mean_return_100": float(np.mean(returns)), "episodes": episodes}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    with SummaryWriter(folder) as writer:
+        for steps, when, episodic_return in episodes:
+            writer.add_scalar("charts/episodic_return", episodic_return, steps, when)
+    (folder / "summary.json").write_text(json.dumps({"mean_return_100": float(np.mean(returns))}))

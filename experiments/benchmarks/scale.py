@@ -28,7 +28,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import torch
 import tyro
@@ -37,6 +36,7 @@ from torch import nn
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
 from clusterenv_runtime.policy.tensors import flat_weights
+from experiments.figures.drawing import subplots
 
 from .idle import Corner, IdleEnv
 from .simulation import SimulatedLauncher, spawn
@@ -256,16 +256,13 @@ def extrapolate(rows):
 
 
 def plot(groups, path):
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
+    figure, (row,) = subplots(1, 3, 15, 5)
     panels = {
         "steps_per_s": "environment steps per second",
         "cpu_us_per_message": "head's CPU per message (µs)",
         "storm_s": "pull storm (s)",
     }
-    for ax, (key, label) in zip(axes, panels.items(), strict=True):
+    for ax, (key, label) in zip(row, panels.items(), strict=True):
         colors = {}
         for (observation, transport, mode), rows in groups.items():
             color = colors.setdefault((observation, transport), f"C{len(colors)}")
@@ -274,16 +271,16 @@ def plot(groups, path):
                 "marker": "o",
                 "linestyle": "-" if mode == "send/recv" else "--",
             }
-            numbers = [row["workers"] for row in rows]
+            numbers = [each["workers"] for each in rows]
             ax.loglog(
                 numbers,
-                [row[key] for row in rows],
+                [each[key] for each in rows],
                 **style,
                 label=f"{observation}, {transport}, {mode}",
             )
         ax.set(xlabel="workers", title=label)
         ax.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.legend(*row[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=120)
 
 

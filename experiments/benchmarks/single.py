@@ -4,9 +4,8 @@
     python -m experiments.benchmarks.single HalfCheetah-v5 25 sync      # or continuous actions
 
 Trains for the given number of iterations on Gymnasium's SyncVectorEnv (`sync`) or AsyncVectorEnv
-(`async`). There are 64 environments, unless a last argument gives another number. Prints the
-environment steps and seconds after the first iteration. `throughput` and `cores` run this module,
-and `peers` runs its loop on EnvPool.
+(`async`). Prints the environment steps and seconds after the first iteration. `throughput` runs
+this module, and `peers` runs its loop on EnvPool.
 """
 
 import time
@@ -105,8 +104,8 @@ def train(envs, next_obs, iterations):
 
 
 if __name__ == "__main__":
-    env_id, iterations, (vector, *number) = work.arguments()
+    env_id, iterations, (vector,) = work.arguments()
     vector_env = {"sync": gym.vector.SyncVectorEnv, "async": gym.vector.AsyncVectorEnv}[vector]
-    envs = vector_env([make_env(env_id)] * int(*number or [work.NUM_ENVS]))
+    envs = vector_env([make_env(env_id)] * work.NUM_ENVS)
     work.report(*train(envs, envs.reset(seed=1)[0], iterations))
     envs.close()

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.figures.claims import difference
+from experiments.figures.drawing import subplots
+from tools import plot
 from tools.plot import interval, iqm
 
 from .scripts import ROOT, train
@@ -129,21 +130,16 @@ def compare(name: str, values: dict[str, np.ndarray]) -> None:
 
 def draw(path: Path, tasks: dict[str, dict[str, list[dict]]]) -> None:
     """Draw the interquartile mean and the quartiles of the returns over seconds of training."""
-    figure, axes = plt.subplots(1, len(tasks), figsize=(5 * len(tasks), 3.6), squeeze=False)
-    for axis, (env_id, ways) in zip(axes[0], tasks.items(), strict=True):
-        for way, runs in ways.items():
+    figure, (row,) = subplots(1, len(tasks), 5 * len(tasks), 3.6)
+    for axes, (env_id, ways) in zip(row, tasks.items(), strict=True):
+        for color, (way, runs) in zip(plot.COLORS, ways.items(), strict=False):
             first = max(found["curve"][0][0] for found in runs)
             seconds = np.linspace(first, max(found["seconds"] for found in runs), 200)
             returns = np.array([[return_at(found, when) for when in seconds] for found in runs])
-            known = np.isfinite(returns).all(0)
-            low, high = np.quantile(returns[:, known], (0.25, 0.75), axis=0)
-            middle = [iqm(column) for column in returns[:, known].T]
-            axis.plot(seconds[known], middle, label=way or "as it is")
-            axis.fill_between(seconds[known], low, high, alpha=0.2, linewidth=0)
-        axis.set(title=env_id, xlabel="seconds of training", ylabel="return of 100 episodes")
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend()
-    figure.tight_layout()
+            band = [iqm(returns), *np.quantile(returns, (0.25, 0.75), axis=0)]
+            plot.draw(axes, seconds, band, color, way or "as it is")
+        axes.set(title=env_id, xlabel="seconds of training", ylabel="return of 100 episodes")
+    row[0].legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -14,12 +14,13 @@ disk keeps its rows. A run that no sweep file has any more loses them.
 import argparse
 import csv
 import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
 
 from experiments.sweeps.process import result_of, write_table
-from experiments.sweeps.sweep import check, load
+from experiments.sweeps.sweep import load
 from tools.plot import LoggedRun, on_grid
 
 POINTS = 50  # points per curve, evenly spaced in environment steps
@@ -73,8 +74,7 @@ def read_run(name, sweep, configuration, directory):
     logs = directory / result.get("run", "")
     if not list(logs.glob("events.out.tfevents.*")):
         return None
-    summary = result["summary"]
-    args = summary["args"]
+    args = result["args"]
     row = {
         "run": directory.name,
         "experiment": name,
@@ -82,11 +82,11 @@ def read_run(name, sweep, configuration, directory):
         "env_id": args["env_id"],
     }
     row |= {key: args.get(key, "") for key in SETTINGS}
-    row |= {key: number(summary[key]) for key in MEASURED}
+    row |= {key: number(result[key]) for key in MEASURED}
     # The number of versions that could be pulled.
-    row["versions"] = summary.get("updates", summary.get("policy_versions"))
+    row["versions"] = result.get("updates", result.get("policy_versions"))
     row |= {
-        "worker_restarts": len(summary["worker_restarts"]),
+        "worker_restarts": len(result["worker_restarts"]),
         "resumed": args["resume"] is not None,
     }
     # As one would type it in the repository's root.
@@ -148,7 +148,8 @@ def main():
             elif directory.name in old_runs:
                 runs += old_runs[directory.name]
                 points += old_curves[directory.name]
-    check(runs, f"nothing in {args.runs} has finished, and there is nothing in {args.results}")
+    if not runs:
+        sys.exit(f"error: nothing in {args.runs} has finished, nor is anything in {args.results}")
     args.results.mkdir(parents=True, exist_ok=True)
     # The curves come first, so that an interrupt never leaves a run without its curves.
     write_table(paths[1], points)

@@ -3,7 +3,6 @@
 import csv
 import ctypes
 import fcntl
-import io
 import json
 import os
 import signal
@@ -21,32 +20,23 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
-def replace(path: Path, text: str) -> None:
-    """Write a file, of which other processes see all or nothing."""
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a table, of which other processes see all or nothing."""
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
+    with open(temporary, "w", newline="") as file:
+        columns = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     temporary.replace(path)
 
 
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    columns = dict.fromkeys(name for row in rows for name in row)
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    replace(path, text.getvalue())
-
-
 def result_of(directory: Path) -> dict[str, Any]:
-    """Return the result of a configuration; empty if it has not finished."""
+    """Return a run's summary, machine and directory; nothing if the run has not finished."""
     try:
         return dict(json.loads((directory / "result.json").read_text()))
     except (OSError, ValueError):
         return {}
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    return sorted(directory.glob("runs/*/checkpoint-*.pt"))
 
 
 def is_running(directory: Path) -> bool:
@@ -67,15 +57,13 @@ class Process(subprocess.Popen[bytes]):
     """
 
     def __init__(self, sweep: Sweep, configuration: dict[str, Any], directory: Path) -> None:
-        self.configuration = configuration
         self.directory = directory
         command = sweep.words(configuration, sys.executable, str(Path(sweep.program).resolve()))
-        if saved := checkpoints(directory):
-            command += ["--resume", str(saved[-1].parent.relative_to(directory))]
+        for saved in sorted(directory.glob("runs/*/checkpoint-*.pt"))[-1:]:
+            command += ["--resume", str(saved.parent.relative_to(directory))]
         directory.mkdir(exist_ok=True)
         self._log = open(directory / "log.txt", "ab")  # noqa: SIM115
         fcntl.flock(self._log, fcntl.LOCK_EX)
-        self._start = self._log.tell()
         super().__init__(
             command,
             cwd=directory,
@@ -85,7 +73,7 @@ class Process(subprocess.Popen[bytes]):
             stdout=self._log,
             stderr=subprocess.STDOUT,
             process_group=0,
-            # The kernel ends a run cleanly if this process is killed.
+            # The kernel ends a run cleanly if this process has ended.
             preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
 
@@ -99,15 +87,14 @@ class Process(subprocess.Popen[bytes]):
     def conclude(self) -> str:
         """Write the result of a process that has ended, or return what went wrong."""
         if self.returncode:
-            text = (self.directory / "log.txt").read_bytes()[self._start :].decode(errors="replace")
+            text = (self.directory / "log.txt").read_text(errors="replace")
             words = text.strip().rpartition("\n")[2].removeprefix("error: ")
             return f"ended with status {self.returncode}: {words[:200]}"
-        found = sorted(self.directory.glob("runs/*/summary.json"), key=os.path.getmtime)
         try:
-            summary = json.loads(found[-1].read_text())
-        except (IndexError, ValueError):
+            path = max(self.directory.glob("runs/*/summary.json"), key=os.path.getmtime)
+            summary = json.loads(path.read_text())
+        except ValueError:
             return "left no readable runs/*/summary.json"
-        run = str(found[-1].parent.relative_to(self.directory))
-        result = {"parameters": self.configuration, "summary": summary, "run": run, **here()}
-        replace(self.directory / "result.json", json.dumps(result, indent=2, default=str))
+        result = {**summary, **here(), "run": str(path.parent.relative_to(self.directory))}
+        (self.directory / "result.json").write_text(json.dumps(result, indent=2))
         return ""

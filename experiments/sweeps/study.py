@@ -2,6 +2,7 @@
 
 import fcntl
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,12 @@ from typing import Any
 
 import optuna
 from optuna.samplers import RandomSampler, TPESampler
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from .process import is_running, result_of, write_table
-from .sweep import Sweep, check
+from .sweep import Sweep
 
-# The attributes of a trial: its configuration's directory, and the trial that it repeats, if any.
-NAME, REPEATS = "directory", "repeats"
+REPEATS = "repeats"  # the attribute of a trial that names the failed one that it repeats
 FINISHED = TrialState.COMPLETE, TrialState.PRUNED  # with a number as metric, and without
 
 
@@ -26,65 +26,55 @@ class Study:
         output.mkdir(parents=True, exist_ok=True)
         self._sweep = sweep
         self._output = output
-        self._lock = open(output / "lock", "w")  # noqa: SIM115
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        grid = sweep.grid() if sweep.method == "grid" else []
+        self._total = len(grid) or sweep.run_cap or 0
+        file = sweep.parameters, sweep.method, sweep.metric, len(grid)  # more draws change nothing
         with self.alone():
             self._study = optuna.create_study(
                 storage=f"sqlite:///{output}/study.db",
-                study_name=sweep.study_name(),
+                sampler=TPESampler() if sweep.method == "bayes" else RandomSampler(),
+                study_name=sweep.name_of(file),
                 direction=sweep.metric.goal,
                 load_if_exists=True,
             )
-            trials = self._trials()
-            for trial in trials:
-                is_gone = trial.state in FINISHED and not result_of(output / trial.user_attrs[NAME])
-                if is_gone or trial.state == TrialState.FAIL:
+            for trial in self._trials(TrialState.FAIL, *FINISHED):
+                if trial.state == TrialState.FAIL or not result_of(self.directory(trial.params)):
                     self._repeat(trial)
-            known = {trial.user_attrs[NAME] for trial in trials}
-            grid = {sweep.name_of(each): each for each in sweep.grid()}
-            for name in grid:
-                if name not in known:
-                    self._study.enqueue_trial(grid[name], {NAME: name})
-            self._total = len(grid) or sweep.run_cap or 0
+            for each in grid[len(self._trials()) :]:
+                self._study.enqueue_trial(each)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        try:
+        with open(self._output / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def take(self) -> tuple[int, dict[str, Any], Path] | None:
-        """Return a trial's number, configuration and directory, or None if none is left."""
+    def directory(self, configuration: dict[str, Any]) -> Path:
+        return self._output / self._sweep.name_of(configuration)
+
+    def take(self) -> Trial | None:
+        """Return the next trial to run, or None if none is left."""
         for each in self._trials(TrialState.RUNNING):
-            if not is_running(self._output / each.user_attrs[NAME]):  # it was interrupted
+            if not is_running(self.directory(each.params)):  # it was interrupted
                 self._repeat(self._study.tell(each.number, state=TrialState.FAIL))
-        drawn = len(self._trials())
-        if drawn >= self._total and not self._trials(TrialState.WAITING):
+        if len(self._trials()) >= self._total and not self._trials(TrialState.WAITING):
             return None
-        sampler = TPESampler if self._sweep.method == "bayes" else RandomSampler
-        self._study.sampler = sampler(seed=drawn)
-        trial = self._study.ask(self._sweep.varied)
-        configuration = self._sweep.configuration(trial.params)
-        name = self._sweep.name_of(configuration)
-        trial.set_user_attr(NAME, name)
-        return trial.number, configuration, self._output / name
+        return self._study.ask(self._sweep.space)
 
-    def finish(self, number: int, directory: Path) -> None:
+    def finish(self, trial: Trial) -> None:
         """Note the outcome of a trial, which is in its directory. If it has failed, it is repeated
         when the study is opened again.
         """
-        if not (result := result_of(directory)):
-            self._study.tell(number, state=TrialState.FAIL)
-            return
-        summary, metric = result["summary"], self._sweep.metric.name
-        check(metric in summary, f"no {metric} in {directory}; it has {', '.join(summary)}")
-        value = summary[metric]
+        directory, metric = self.directory(trial.params), self._sweep.metric.name
+        result = result_of(directory)
+        value = result.get(metric)
         if isinstance(value, int | float) and math.isfinite(value):
-            self._study.tell(number, value)
+            self._study.tell(trial, value)
+        elif result and metric not in result:
+            sys.exit(f"error: no {metric} in {directory}; it has {', '.join(result)}")
         else:
-            self._study.tell(number, state=TrialState.PRUNED)
+            self._study.tell(trial, state=TrialState.PRUNED if result else TrialState.FAIL)
 
     def is_busy(self) -> bool:
         """Return whether any process runs a trial."""
@@ -98,29 +88,26 @@ class Study:
         """Write results.csv. Return the progress."""
         rows = {}
         for trial in self._trials(*FINISHED):
-            directory = self._output / trial.user_attrs[NAME]
+            directory = self.directory(trial.params)
             if result := result_of(directory):
-                summary, parameters = result["summary"].items(), result["parameters"]
-                plain = {key: each for key, each in summary if not isinstance(each, dict | list)}
-                paths = {"run": directory / result["run"]}
-                rows[directory] = parameters | plain | parameters | paths
+                plain = {k: v for k, v in result.items() if not isinstance(v, dict | list)}
+                run = {"run": directory / result["run"]}
+                rows[directory] = trial.params | plain | trial.params | run
         write_table(self._output / "results.csv", list(rows.values()))
         done = f"{self._total - self.left()} of {self._total} done"
         if not self._trials(TrialState.COMPLETE):
             return done
         best = self._study.best_trial
-        label = self._sweep.label(self._sweep.configuration(best.params))
+        label = self._sweep.label(best.params)
         return f"{done}; best {self._sweep.metric.name} {best.value:.4g}: {label}"
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials, of these states if there are any, that no other trial repeats."""
         trials = self._study.get_trials(deepcopy=False)
-        trials = [each for each in trials if NAME in each.user_attrs]
         repeated = {each.user_attrs.get(REPEATS) for each in trials}
         last = [each for each in trials if each.number not in repeated]
         return [each for each in last if each.state in states or not states]
 
     def _repeat(self, trial: FrozenTrial) -> None:
         configuration = trial.system_attrs.get("fixed_params", trial.params)
-        attributes = {NAME: trial.user_attrs[NAME], REPEATS: trial.number}
-        self._study.enqueue_trial(configuration, attributes)
+        self._study.enqueue_trial(configuration, {REPEATS: trial.number})

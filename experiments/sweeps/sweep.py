@@ -20,20 +20,8 @@ except ImportError:
     sys.exit("error: sweeps need Optuna: pip install optuna")
 
 MACROS = ("${env}", "${interpreter}", "${program}", "${args}")
-
-
-def check(fine: Any, message: str) -> None:
-    """End this process with one line if something is not fine."""
-    if not fine:
-        sys.exit(f"error: {message}")
-
-
-class Limits(msgspec.Struct, forbid_unknown_fields=True):
-    """W&B's keys of a parameter that is not one of some values."""
-
-    min: int | float
-    max: int | float
-    distribution: Literal["int_uniform", "uniform", "log_uniform_values"] | None = None
+# W&B's distributions of real numbers, and whether their logarithm is what is uniform.
+UNIFORM = {None: False, "uniform": False, "log_uniform_values": True}
 
 
 class Metric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,42 +54,30 @@ class Sweep(msgspec.Struct, forbid_unknown_fields=True):
                 raise ValueError(f"macro {word} is not one of {' '.join(MACROS)}")
         if self.method != "grid" and not self.run_cap:
             raise ValueError(f"method {self.method} needs run_cap, the number of configurations")
-        self.varied  # noqa: B018, to check the parameters
+        self.space  # noqa: B018, to check the parameters
 
     @property
-    def varied(self) -> dict[str, BaseDistribution]:
-        """Optuna's distribution of each parameter that has not just one value."""
+    def space(self) -> dict[str, BaseDistribution]:
+        """What Optuna draws each parameter from. One that has a value has only this choice."""
         found = {}
         for name, keys in self.parameters.items():
             try:
-                if keys.keys() - {"distribution"} != {"value"}:
-                    found[name] = distribution_of(keys, self.method)
-            except (msgspec.ValidationError, ValueError) as error:
+                found[name] = distribution_of(keys, self.method)
+            except ValueError as error:
                 raise ValueError(f"parameter {name}: {error}") from None
         return found
 
     def grid(self) -> list[dict[str, Any]]:
         """Return the configurations of a grid in W&B's order: by name, the last name fastest."""
-        if self.method != "grid":
-            return []
-        names = sorted(self.varied)
-        rows = itertools.product(*(self.parameters[name]["values"] for name in names))
+        names, space = sorted(self.parameters), self.space
+        rows = itertools.product(*(space[name].choices for name in names))
         found = (dict(zip(names, row, strict=True)) for row in rows)
-        return [self.configuration(each) for each in itertools.islice(found, self.run_cap)]
+        return [{n: each[n] for n in space} for each in itertools.islice(found, self.run_cap)]
 
-    def configuration(self, varied: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of all parameters, in the file's order."""
-        return {name: keys.get("value") for name, keys in self.parameters.items()} | varied
-
-    def name_of(self, configuration: dict[str, Any]) -> str:
-        """Return the name of a configuration's directory, which stays when the grid grows."""
-        return hashed([self.program, self.command, configuration])
-
-    def study_name(self) -> str:
-        """Return a name that changes with the file, but not if more is drawn at random."""
-        cap = self.run_cap if self.method == "grid" else None
-        parts = [self.program, self.command, self.parameters, self.method, self.metric, cap]
-        return hashed(parts)
+    def name_of(self, content: Any) -> str:
+        """Return a name for a configuration or something else that this program runs with."""
+        text = json.dumps([self.program, self.command, content], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def words(self, configuration: dict[str, Any], python: str, program: str) -> list[str]:
         """Return the command that runs a configuration."""
@@ -110,26 +86,27 @@ class Sweep(msgspec.Struct, forbid_unknown_fields=True):
         return [part for word in self.command for part in macros.get(word, [word])]
 
     def label(self, configuration: dict[str, Any]) -> str:
-        """Return the parameters that vary, if any, in one line, with six digits of a number."""
-        values = [(name, configuration[name]) for name in self.varied or self.parameters]
-        return " ".join(f"{n}={v:.6g}" if isinstance(v, float) else f"{n}={v}" for n, v in values)
+        """Return the parameters that vary, in one line."""
+        varied = [name for name, each in self.space.items() if not each.single()]
+        return " ".join(f"{name}={configuration[name]}" for name in varied)
 
 
 def distribution_of(keys: dict[str, Any], method: str) -> BaseDistribution:
-    if keys.keys() - {"distribution"} == {"values"}:
-        return CategoricalDistribution(msgspec.convert(keys["values"], list[Any]))
-    if method == "grid":
-        raise ValueError(f"method grid takes value or values, got {', '.join(keys)}")
-    limits = msgspec.convert(keys, Limits)
-    low, high, kind = limits.min, limits.max, limits.distribution
-    if kind in (None, "int_uniform") and type(low) is type(high) is int:
-        return IntDistribution(low, high)
-    return FloatDistribution(low, high, log=kind == "log_uniform_values")
-
-
-def hashed(content: Any) -> str:
-    text = json.dumps(content, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """Return what a parameter with these keys of W&B's is drawn from."""
+    kind = keys.get("distribution")
+    match sorted(pair for pair in keys.items() if pair[0] != "distribution"):
+        case [("value", value)]:
+            return CategoricalDistribution([value])
+        case [("values", [*values])]:
+            return CategoricalDistribution(values)
+        case _ if method == "grid":
+            raise ValueError(f"method grid takes value or values, got {keys}")
+        case [("max", int(high)), ("min", int(low))] if kind in (None, "int_uniform"):
+            return IntDistribution(low, high)
+        case [("max", int() | float() as high), ("min", int() | float() as low)] if kind in UNIFORM:
+            return FloatDistribution(low, high, log=UNIFORM[kind])
+    kinds = "int_uniform, uniform or log_uniform_values"
+    raise ValueError(f"expected value, values, or the min and max of {kinds}, got {keys}")
 
 
 def load(path: Path) -> Sweep:
