@@ -12,9 +12,6 @@ from .patience import HOUR, kill
 pytestmark = pytest.mark.long
 
 
-# Stable-Baselines3.
-
-
 def monitored(make):
     from stable_baselines3.common.monitor import Monitor
 
