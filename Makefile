@@ -10,13 +10,13 @@ train: .venv/installed
 	.venv/bin/python ppo_clusterenv.py
 
 test-algorithms: .venv/installed
-	.venv/bin/python -m pytest -n 3 --dist worksteal tests/algorithms
+	.venv/bin/python -m pytest -n 4 --dist worksteal tests/algorithms
 
 test: .venv/installed
-	.venv/bin/python -m pytest -n 3 --dist worksteal -m "not long"
+	.venv/bin/python -m pytest -n 4 --dist worksteal -m "not long"
 
 test-all: .venv/installed
-	.venv/bin/python -m pytest -n 3 --dist worksteal
+	.venv/bin/python -m pytest -n 4 --dist worksteal
 
 # Finished runs are skipped, and failed runs are tried again next time. In reverse order, PPO comes first.
 RUN = for file in $$(ls -r $(1)/*.yaml); do \

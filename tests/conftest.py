@@ -26,6 +26,9 @@ local.ACTING += "pytest", "scipy.stats", "tests.scripts"
 # it that is no directory, and so depends on where a test runs.
 sys.path[:] = [entry for entry in sys.path if os.path.isabs(entry)]
 
+# Threads of torch that wait for each other would keep busy the cores that other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 FORKS = "clusterenv_runtime.launchers.fork_server"  # in the command of the process that forks
 
 # A shell's background jobs ignore SIGINT, and so do the processes that they start.

@@ -1,4 +1,4 @@
-"""Learners of other libraries learn the same with workers as without, to the last bit."""
+"""Stable-Baselines3 learns the same with workers as without, to the last bit."""
 
 from functools import partial
 
@@ -10,9 +10,6 @@ from .envs import CountingEnv, assert_same
 from .patience import HOUR, kill
 
 pytestmark = pytest.mark.long
-
-
-# Stable-Baselines3.
 
 
 def monitored(make):
@@ -110,6 +107,3 @@ def test_stable_baselines3_learns_the_same(algorithm, env_id):
         envs.close()
         learned.append({key: value.numpy() for key, value in model.policy.state_dict().items()})
     assert_same(learned[1], learned[0])
-
-
-# TorchRL.

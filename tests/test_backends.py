@@ -32,15 +32,6 @@ FIELDS = "starts observations actions logprobs rewards terminations truncations 
 FIELDS += "next_observations policy_versions episodic_returns episodic_lengths"
 
 
-def make_vec(backend, env_id, num_envs, **kwargs):
-    """Make environments that step together: EnvPool's, or the environment's own vector version."""
-    if backend == "envpool":
-        return EnvPoolVectorEnv(env_id, num_envs, **kwargs)
-    if env_id.startswith("ALE/"):
-        kwargs = {"num_threads": 1, "autoreset_mode": AutoresetMode.SAME_STEP, **kwargs}
-    return gym.make_vec(env_id, num_envs, "vector_entry_point", **kwargs)
-
-
 @pytest.fixture(params=["sync", "envpool"])
 def backend(request):
     if request.param == "envpool":
@@ -51,15 +42,15 @@ def backend(request):
 def make_by(backend, env_id, num_envs, **kwargs):
     """Make environments that step together: Gymnasium's in a `SyncVectorEnv`, or EnvPool's."""
     if backend == "envpool":
-        return make_vec(backend, env_id, num_envs, **kwargs)
+        return EnvPoolVectorEnv(env_id, num_envs, **kwargs)
     return gym.make_vec(
         env_id, num_envs, "sync", vector_kwargs={"autoreset_mode": "SameStep"}, **kwargs
     )
 
 
-def rollouts(env_fns, policy, num_steps, times, num_workers=2, seed=3, **kwargs):
-    with ClusterEnv(env_fns, num_workers, **kwargs) as envs:
-        envs.reset(seed=seed)
+def rollouts(env_fns, policy, num_steps, times, **kwargs):
+    with ClusterEnv(env_fns, 2, **kwargs) as envs:
+        envs.reset(seed=3)
         return [envs.rollout(policy, num_steps) for _ in range(times)]
 
 
@@ -291,7 +282,7 @@ class Unstated(OneObject):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (partial(make_vec, "vector", "CartPole-v1"), "has the autoreset mode 'NextStep'"),
+        (partial(gym.make_vec, "CartPole-v1"), "has the autoreset mode 'NextStep'"),
         (partial(gym.make_vec, "Acrobot-v1"), "has the autoreset mode 'NextStep'"),
         (Unstated, "states no autoreset mode"),
     ],

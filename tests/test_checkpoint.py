@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, the last two are kept, and loading one executes no code."""
+"""Checkpoints are complete or absent, the last two are kept, and forged ones execute no code."""
 
 import io
 import os
@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from clusterenv_runtime import ClusterEnv
 from clusterenv_utils import ScriptArgs
 from clusterenv_utils.checkpoint import (
     has_checkpoint,
@@ -26,9 +28,10 @@ from clusterenv_utils.checkpoint import (
     set_rng_state,
 )
 from clusterenv_utils.errors import CheckpointError
+from clusterenv_utils.logs import LearningCurve
 from clusterenv_utils.trained import load_model
 
-from .envs import assert_same
+from .envs import CountingEnv, assert_same
 from .scripts import TIMES, environment
 
 
@@ -289,3 +292,52 @@ def test_random_numbers_go_on_where_they_were():
     assert draw() != expected
     set_rng_state(before)
     assert draw() == expected
+
+
+@pytest.fixture(scope="module")
+def envs():
+    with ClusterEnv([CountingEnv], 1) as envs:
+        yield envs
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("numpy", lambda state: [state[0], state[1][:5], *state[2:]]),
+        ("python", lambda state: (*state[:1], state[1][:5], *state[2:])),
+        ("torch", lambda state: state[:100]),
+    ],
+)
+def test_a_forged_state_of_random_numbers_is_refused(name, change):
+    before = rng_state()
+    try:
+        with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):
+            set_rng_state({**before, name: change(before[name])})
+    finally:
+        set_rng_state(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("waiting_seconds", "long"),
+        ("pulls", None),
+        ("workers", 0),
+        ("restarts", 5),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_forged_state_of_the_workers_is_refused(envs, name, value):
+    before = envs.state_dict()
+    with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: "):
+        envs.load_state_dict({**before, "policy_version": 77, "seed": 77, name: value})
+    assert envs.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    "state", [{"recent": ["x"]}, {"returns": 5}, {"lengths": [0.5]}, {"points": [(1, 2)]}], ids=str
+)
+def test_a_forged_state_of_the_learning_curve_is_refused(state):
+    curve = LearningCurve()
+    with pytest.raises(msgspec.ValidationError):
+        LearningCurve().load_state_dict({**curve.state_dict(), **state})

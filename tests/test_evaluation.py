@@ -26,19 +26,10 @@ FIELDS = "observations actions logprobs rewards terminations truncations next_ob
 
 
 class Seeded(gym.Env):
-    """The seed determines how long the episodes are. The reward is the action's number.
-
-    A process may build at most ``most`` of these environments.
-    """
+    """The seed determines how long the episodes are. The reward is the action's number."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (1,))
     action_space = spaces.Discrete(2)
-    number = 0
-
-    def __init__(self, most=100):
-        if Seeded.number == most:
-            raise RuntimeError("only so many in a process")
-        Seeded.number += 1
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)

@@ -61,10 +61,8 @@ def paths(tmp_path, monkeypatch):
     have finished, and a function that runs a module's ``main``.
     """
     monkeypatch.chdir(ROOT)
-    seeds, paths = (
-        [1, 2, 3],
-        {f"--{name}": tmp_path / name for name in ("sweeps", "runs", "results")},
-    )
+    paths = {f"--{name}": tmp_path / name for name in ("sweeps", "runs", "results")}
+    seeds = [1, 2, 3]
     swept = {
         "kl": {"kl_threshold": [0.1, 0.5], "decoupled": [True, False], "seed": seeds},
         "interval": {"sync_interval": [1, 4], "decoupled": [True], "seed": seeds},

@@ -75,8 +75,5 @@ def test_output_that_cannot_be_written_ends_no_run(tmp_path):
             env=environment(PYTHONUNBUFFERED="1"), stdout=file, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
     # With buffered output, Python itself would report an error at its exit.
-    assert (result.stderr, result.returncode) == (
-        "",
-        0,
-    )
+    assert (result.stderr, result.returncode) == ("", 0)
     check_the_whole_run(scripts.PPO, tmp_path / "runs" / "x", 320)

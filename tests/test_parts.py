@@ -87,44 +87,35 @@ def map_leaf(tree, function):
 
 
 WRONG = [
-    ("observations", lambda part: map_leaf(part.observations, lambda leaf: leaf[:-1])),
-    (
-        "final_observations",
-        lambda part: map_leaf(part.final_observations, lambda leaf: np.concatenate([leaf, leaf])),
-    ),
-    (
-        "next_observations",
-        lambda part: map_leaf(part.next_observations, lambda leaf: leaf[..., None]),
-    ),
-    (
-        "observations",
-        lambda part: map_leaf(part.observations, lambda leaf: leaf.astype(np.float64)),
-    ),
-    ("starts", lambda part: part.starts[1:]),
-    ("starts", lambda part: part.starts.astype(np.int8)),
-    ("terminations", lambda part: part.terminations.astype(np.int8)),
-    ("truncations", lambda part: part.truncations[None]),
-    ("rewards", lambda part: part.rewards.astype(np.float32)),
-    ("rewards", lambda part: part.rewards.astype(">f8")),
-    ("rewards", lambda part: part.rewards[:-1]),
-    ("logprobs", lambda part: part.logprobs[:, :1]),
-    ("actions", lambda part: part.actions.T),
-    ("actions", lambda part: {"a": part.actions.T}),
-    ("extras", lambda part: {"value": part.rewards[:-1]}),
-    ("x", lambda part: {"x": part.rewards[:-1]}),
-    ("episodes", lambda part: part.episodes.astype(np.float64)),
-    ("episodic_returns", lambda part: part.episodic_returns[1:]),
-    ("episodic_lengths", lambda part: part.episodic_lengths[1:]),
-    ("episodic_lengths", lambda part: part.episodic_lengths.astype(float)),
+    ("observations", lambda leaf: leaf[:-1]),
+    ("observations", lambda leaf: leaf.astype(np.float64)),
+    ("final_observations", lambda leaf: np.concatenate([leaf, leaf])),
+    ("next_observations", lambda leaf: leaf[..., None]),
+    ("starts", lambda starts: starts[1:]),
+    ("starts", lambda starts: starts.astype(np.int8)),
+    ("terminations", lambda terminations: terminations.astype(np.int8)),
+    ("truncations", lambda truncations: truncations[None]),
+    ("rewards", lambda rewards: rewards.astype(np.float32)),
+    ("rewards", lambda rewards: rewards.astype(">f8")),
+    ("rewards", lambda rewards: rewards[:-1]),
+    ("logprobs", lambda logprobs: logprobs[:, :1]),
+    ("actions", lambda actions: actions.T),
+    ("actions", lambda actions: {"a": actions.T}),
+    ("episodes", lambda episodes: episodes.astype(np.float64)),
+    ("episodic_returns", lambda returns: returns[1:]),
+    ("episodic_lengths", lambda lengths: lengths[1:]),
+    ("episodic_lengths", lambda lengths: lengths.astype(float)),
 ]
 
 
 @pytest.mark.parametrize("space", [SPACES["Box"], SPACES["Dict"]], ids=["Box", "Dict"])
 def test_a_part_that_does_not_fit_is_refused(space):
     part = a_part(space)
-    for name, wrong in WRONG:
-        field = "infos" if name == "x" else name
-        came = arrived(replace(part, **{field: wrong(part)}))
+    short = np.zeros((STEPS - 1, ENVS))
+    wrong = [(name, {name: map_leaf(getattr(part, name), change)}) for name, change in WRONG]
+    wrong += [("extras", {"extras": {"value": short}}), ("x", {"infos": {"x": short}})]
+    for name, changed in wrong:
+        came = arrived(replace(part, **changed))
         with pytest.raises(ValueError, match=f"{name} must be "):
             came.check(space, STEPS, ENVS)
     for num_steps, num_envs in (STEPS - 1, ENVS), (STEPS, ENVS + 1):

@@ -84,6 +84,7 @@ def test_a_killed_worker_is_replaced_and_reported(nodes, caplog):
         assert worker_pids(envs)[0] == first[0]
 
 
+@pytest.mark.long
 def test_an_actor_that_dies_takes_its_worker_along(nodes):
     with ClusterEnv([CountingEnv] * 2, 1, launcher="ray", **PATIENT) as envs:
         envs.reset(seed=1)
@@ -95,6 +96,7 @@ def test_an_actor_that_dies_takes_its_worker_along(nodes):
         assert envs.step(np.zeros(2, np.int64))[4]["worker_lost"].all()
 
 
+@pytest.mark.long
 def test_the_start_waits_for_missing_resources_and_says_so(nodes, caplog, monkeypatch):
     monkeypatch.setattr("clusterenv_runtime.head.workers.NOTICE_S", 0.0)
     envs = []

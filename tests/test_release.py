@@ -1,4 +1,4 @@
-"""The files that GitHub reads: workflows, forms and the citation; and the package's page."""
+"""The files that GitHub reads: workflows, and the package's page."""
 
 import os
 import re

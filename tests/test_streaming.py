@@ -363,6 +363,3 @@ def test_a_worker_that_acts_is_closed_after_its_step(tmp_path):
     envs.close()
     assert time.monotonic() - started < PATIENCE / 2
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
-
-
-# Policies of other classes, published while requests wait.

@@ -25,4 +25,4 @@ if [ "$name" = newest ] || ! cmp -s "$venv/installed" <(cat requirements.txt tes
     "${pip[@]}" --no-deps -e .
     cat requirements.txt tests/lowest.txt >"$venv/installed"
 fi
-"$venv/bin/python" -m pytest -n 3 --dist worksteal -m "not long"
+"$venv/bin/python" -m pytest -n 4 --dist worksteal -m "not long"
