@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -21,10 +20,6 @@ settings.load_profile("patient")
 # A worker that needs a class from a test module imports that module, and with it these modules.
 # That takes longer than most tests, so the fork server imports them.
 local.ACTING += "pytest", "scipy.stats", "tests.scripts"
-
-# A fork server serves all tests with the same `sys.path`. An editable installation adds an entry to
-# it that is no directory, and so depends on where a test runs.
-sys.path[:] = [entry for entry in sys.path if os.path.isabs(entry)]
 
 # Threads of torch that wait for each other would keep busy the cores that other tests need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -318,23 +318,6 @@ def test_a_forged_state_of_random_numbers_is_refused(name, change):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("waiting_seconds", "long"),
-        ("pulls", None),
-        ("workers", 0),
-        ("restarts", 5),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_forged_state_of_the_workers_is_refused(envs, name, value):
-    before = envs.state_dict()
-    with pytest.raises(ValueError, match="this is not the state of a ClusterEnv: "):
-        envs.load_state_dict({**before, "policy_version": 77, "seed": 77, name: value})
-    assert envs.state_dict() == before
-
-
-@pytest.mark.parametrize(
     "state", [{"recent": ["x"]}, {"returns": 5}, {"lengths": [0.5]}, {"points": [(1, 2)]}], ids=str
 )
 def test_a_forged_state_of_the_learning_curve_is_refused(state):

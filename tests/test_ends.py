@@ -12,7 +12,7 @@ from functools import partial
 import gymnasium as gym
 import pytest
 
-from clusterenv_runtime import ClusterEnv, LocalLauncher
+from clusterenv_runtime import ClusterEnv, Interrupted, LocalLauncher
 
 from .envs import BlockingEnv, CountingEnv
 from .patience import HOUR, PATIENCE, assert_ended, at_most, wait_until
@@ -29,8 +29,9 @@ pytestmark = [
 
 SCRIPT = """
 import os, signal, sys
+from contextlib import suppress
 from functools import partial
-from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime import ClusterEnv, Interrupted
 from tests.envs import BlockingEnv
 env_fns = [partial(BlockingEnv, sys.argv[1])] * 2
 envs = ClusterEnv(env_fns, 2, worker_timeout=3600, close_timeout=1)
@@ -149,6 +150,11 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert_ended(pids)
 
 
+STEPPING = """
+envs.interrupt()
+with suppress(Interrupted):
+    envs.step([0, 0])
+"""
 REPLACED = """
 for _ in range(2):
     pid = envs.call("pid")[0]
@@ -165,7 +171,10 @@ for _ in range(2):
         ("envs.call('tell')", 0),
         ("envs.call('tell'); raise SystemExit(3)", 3),
         ("envs.call('tell'); raise ValueError", 1),
-        ("envs.step_async([0, 0]); sys.stdin.read()", 0),  # while they step
+        (
+            f"{STEPPING}sys.stdin.read()",
+            0,
+        ),  # while they step
         (f"{REPLACED}envs.call('tell')", 0),
         (f"{REPLACED}envs.call('tell'); raise ValueError", 1),
     ],
@@ -310,7 +319,9 @@ def test_close_waits_no_longer_than_it_is_told_to(workers, pipe, monkeypatch, wh
     envs = ClusterEnv(env_fns, 3, launcher=RecordingLauncher(), worker_timeout=HOUR)
     envs.reset()
     if where == "step":
-        envs.step_async([0] * 3)
+        envs.interrupt()
+        with pytest.raises(Interrupted):
+            envs.step([0] * 3)
         pipe.pids(2)
     monkeypatch.setattr(envs._pool, "clock", clock)
     with at_most():

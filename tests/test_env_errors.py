@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import multiprocessing
 import re
 from functools import partial
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, Interrupted
 from clusterenv_runtime.pickling import MAX_FRAME
 
 from .envs import CountingEnv, CustomError, FailingEnv, NumberedError, RandomEnv, assert_same
@@ -90,7 +89,7 @@ def test_an_exception_in_an_environment_is_raised_in_the_head(workers, where, ro
         (asyncio.CancelledError(), "asyncio.exceptions.CancelledError: "),
         (
             ExceptionGroup("of \udc80", [ValueError("x")]),
-            "builtins.ExceptionGroup: of \\udc80 (1 sub-exception)",
+            "builtins.ExceptionGroup: of \udc80 (1 sub-exception)",
         ),
     ],
     ids=lambda value: type(value).__name__,
@@ -127,12 +126,12 @@ def test_an_exception_class_that_only_workers_have_is_raised_as_its_nearest_base
 @pytest.mark.parametrize(
     "text", ["a name \udcff of bytes", "x" * 2 * MAX_FRAME], ids=["lone surrogate", "long"]
 )
-def test_an_exceptions_text_arrives_whole_and_the_text_about_it_can_be_printed(workers, text):
+def test_an_exceptions_text_arrives_whole(workers, text):
     with at_most(), pytest.raises(ValueError) as caught:
         run_until_it_raises("step", ValueError(text), 3)
     assert type(caught.value) is ValueError and str(caught.value) == text
     cause = str(caught.value.__cause__)
-    assert text.replace("\udcff", r"\udcff") in cause
+    assert text in cause
     assert "in _fail_in\n    raise self.error" in cause
     assert not workers()
 
@@ -248,16 +247,16 @@ def test_an_error_in_the_policy_is_not_blamed_on_an_environment():
         assert re.match("worker 0 ", str(caught.value.__cause__))
 
 
-def test_an_exception_after_a_timeout_is_not_lost(tmp_path):
+def test_an_exception_after_an_interrupt_is_not_lost(tmp_path):
     """An exception that comes too late for its own call is raised by the next call."""
     gate = tmp_path / "gate"
     with ClusterEnv(
         [CountingEnv, partial(FailingEnv, "step", ValueError("late"), gate=str(gate))], 2
     ) as envs:
         envs.reset()
-        envs.step_async([0, 0])
-        with pytest.raises(multiprocessing.TimeoutError):
-            envs.step_wait(timeout=0.01)
+        envs.interrupt()
+        with pytest.raises(Interrupted):
+            envs.step([0, 0])
         gate.touch()
         with at_most(), pytest.raises(ValueError, match="^late$") as caught:
             envs.reset()

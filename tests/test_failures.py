@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -121,11 +122,12 @@ def test_ctrl_c_at_a_workers_own_terminal_is_no_error_of_its_environment(workers
         [partial(ClosingEnv, pipe.path)], 1, on_worker_loss="raise", worker_timeout=HOUR
     )
     envs.reset()
-    envs.step_async([0])
-    (pid,) = pipe.pids(1)
-    os.kill(pid, signal.SIGINT)
-    with at_most(), pytest.raises(WorkerDiedError, match=died(0, pid, "0 to 0", "exit code 0")):
-        envs.step_wait()
+    with ThreadPoolExecutor(1) as pool:
+        step = pool.submit(envs.step, [0])
+        (pid,) = pipe.pids(1)
+        os.kill(pid, signal.SIGINT)
+        with at_most(), pytest.raises(WorkerDiedError, match=died(0, pid, "0 to 0", "exit code 0")):
+            step.result()
     assert (tmp_path / "closed").exists()
     envs.close()
     assert not workers()

@@ -1,6 +1,6 @@
 """A worker that lies: an insider, with the run's keys and a worker's place.
 
-It gets the head to call nothing, the run loses it with one line, and goes on with a replacement.
+It gets the head to call nothing, and ends the run with one line.
 """
 
 import copyreg
@@ -9,13 +9,21 @@ import os
 import pickle
 import struct
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, Frames, WorkerDiedError
+from clusterenv_runtime import (
+    CategoricalPolicy,
+    ClusterEnv,
+    EnvError,
+    Frames,
+    ProtocolError,
+    WorkerDiedError,
+)
 from clusterenv_runtime.messages import PING, Built, Error, Part, Pull, Reply, worker_frames
 from clusterenv_runtime.pickling import MAX_FRAME, to_frames, writer
 from clusterenv_runtime.worker.connection import Connection
@@ -56,41 +64,24 @@ class Traitor(CountingEnv):
             betray(lie, kinds, after)
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    env_fns = [partial(Traitor, number) for number in range(2)]
-    with ClusterEnv(env_fns, 2, info_keys=("x",)) as envs:
-        envs.reset(seed=1)
-        envs.rollout(POLICY, STEPS)
-        yield envs
-
-
 POLICY = CategoricalPolicy(linear(1, 2))
 
 
-def lost(cluster, lie, kinds=Part, after=0, action=None):
-    """Have worker 1 lie in its next message of these kinds, during a rollout or another action.
+def refused(lie, kinds=Part, after=0, action=None):
+    """Have worker 1 lie in its next message of these kinds, in a rollout or another action.
 
-    Return why the head lost it, or None if it kept it.
+    Return what the head says of it.
     """
-    cluster.call("betray", lie, kinds, after)
-    before = len(cluster.restarts)
-    pid = os.getpid()
-    with at_most():
-        if action is None:
-            rollout = cluster.rollout(POLICY, STEPS)
-            assert rollout.rewards.shape == (STEPS, 2) and rollout.rewards.all()
-        else:
-            action()
-        assert cluster.rollout(POLICY, STEPS).rewards.shape == (STEPS, 2)
-    assert os.getpid() == pid and not called
-    new = cluster.restarts[before:]
-    assert {restart["worker"] for restart in new} <= {1} and len(new) < 2
-    if not new:
-        return None
-    reason = new[0]["reason"]
-    assert reason.isprintable() and reason.startswith("worker 1 (")
-    return reason.partition(" died: ")[2]
+    env_fns = [partial(Traitor, number) for number in range(2)]
+    with ClusterEnv(env_fns, 2, info_keys=("x",)) as envs, at_most():
+        envs.reset(seed=1)
+        envs.call("betray", lie, kinds, after)
+        with pytest.raises(ProtocolError, match="^worker 1 ") as caught:
+            action(envs) if action else envs.rollout(POLICY, STEPS)
+        with pytest.raises(WorkerDiedError, match="shut down because its messages were wrong"):
+            envs.reset()
+    assert not called
+    return str(caught.value).partition(") sent a ")[2]
 
 
 # Pickles
@@ -132,13 +123,12 @@ def send_frames(frames, send, seq, message):
 
 
 @pytest.mark.parametrize("frames", PICKLES.values(), ids=PICKLES)
-def test_a_hostile_pickle_is_refused_and_its_worker_replaced(cluster, frames):
+def test_a_hostile_pickle_ends_the_run(frames):
     copyreg.add_extension(__name__, "called", 1)
     try:
-        reason = lost(cluster, partial(send_frames, frames))
+        assert refused(partial(send_frames, frames)).startswith("malformed message: ")
     finally:
         copyreg.remove_extension(__name__, "called", 1)
-    assert reason.startswith("it sent a malformed message: ")
 
 
 # Values of the wrong form
@@ -178,9 +168,9 @@ WRONG = {  # `test_parts` has many more
 
 
 @pytest.mark.parametrize("fields", WRONG.values(), ids=WRONG)
-def test_a_part_of_the_wrong_form_is_refused(cluster, fields):
-    reason = lost(cluster, partial(send_forged, fields))
-    assert reason.startswith(("it sent a malformed message: ", "its response was wrong: "))
+def test_a_part_of_the_wrong_form_ends_the_run(fields):
+    reason = refused(partial(send_forged, fields))
+    assert reason.startswith(("malformed message: ", "wrong response: "))
 
 
 def send_part(send, seq, message):
@@ -190,20 +180,11 @@ def send_part(send, seq, message):
     send(worker_frames(seq, Part(**fields), ()))
 
 
-@pytest.mark.parametrize("action", ["reset", "call", "get_attr", "set_attr"])
-def test_a_part_is_no_reply(cluster, action):
-    def act():
-        match action:
-            case "reset":
-                assert cluster.reset()[0].tolist() == [[0], [0]]
-            case "call":
-                assert len(cluster.call("pid")) == 2
-            case "get_attr":
-                assert cluster.get_attr("number") == (0, 1)
-            case "set_attr":
-                cluster.set_attr("length", 5)
-
-    assert lost(cluster, send_part, Reply, 1, act).startswith("its response was wrong: ")
+@pytest.mark.parametrize("action", ["reset", "call", "set_attr"])
+def test_a_part_is_no_reply(action):
+    arguments = {"reset": (), "call": ("pid",), "set_attr": ("length", 5)}[action]
+    act = methodcaller(action, *arguments)
+    assert refused(send_part, Reply, 1, act).startswith("wrong response: ")
 
 
 # Messages that nobody waits for
@@ -223,8 +204,13 @@ OTHERS += [(n, Pull(v)) for n in (0, 1, None) for v in (0, -1, 10**30)] * 20
 OTHERS += [(None, Built())] * 1000
 
 
-def test_messages_that_nobody_waits_for_change_nothing(cluster):
-    assert lost(cluster, partial(send_with_others, OTHERS)) is None
+def test_messages_that_nobody_waits_for_change_nothing():
+    with ClusterEnv([partial(Traitor, number) for number in range(2)], 2) as envs, at_most():
+        envs.reset()
+        envs.call("betray", partial(send_with_others, OTHERS), Part, 0)
+        for _ in range(2):
+            assert envs.rollout(POLICY, STEPS).rewards.all()
+        assert not envs.restarts
 
 
 # Exceptions
@@ -248,40 +234,17 @@ LIES = {
 
 
 @pytest.mark.parametrize(("names", "fields"), LIES.values(), ids=LIES)
-def test_an_exception_that_lies_is_an_error_of_its_environment(cluster, names, fields):
-    def act():
-        with pytest.raises(EnvError, match=r"^environment 1 on worker 1 \(.* raised K: no\n\n"):
-            cluster.rollout(POLICY, STEPS)
-        cluster.reset()
-
-    assert lost(cluster, partial(send_error, names, fields), Part, 0, act) is None
-
-
-# Ends
-
-
-class AlwaysTraitor(Traitor):
-    """Its worker lies, and so does each replacement."""
-
-    def reset(self, **kwargs):
-        if self.number == 1:
-            betray(partial(send_forged, {"rewards": np.zeros(3)}), Part)
-        return super().reset(**kwargs)
-
-
-@pytest.mark.parametrize(
-    ("options", "processes"), [({"on_worker_loss": "raise"}, 1), ({"max_worker_restarts": 2}, 3)]
-)
-def test_the_run_ends_in_one_line_if_every_replacement_lies(options, processes):
-    env_fns = [partial(AlwaysTraitor, number) for number in range(2)]
-    with ClusterEnv(env_fns, 2, **options) as envs, at_most():
+def test_an_exception_that_lies_is_an_error_of_its_environment(names, fields):
+    with ClusterEnv([partial(Traitor, number) for number in range(2)], 2) as envs, at_most():
         envs.reset()
-        text = r"^worker 1 \(.*\) died: its response was wrong: ValueError: rewards must be "
-        with pytest.raises(WorkerDiedError, match=text) as caught:
+        envs.call("betray", partial(send_error, names, fields), Part, 0)
+        with pytest.raises(EnvError, match=r"^environment 1 on worker 1 \(.* raised K: no\n\n"):
             envs.rollout(POLICY, STEPS)
-        assert str(caught.value).isprintable() and len(envs.restarts) == processes - 1
-        with pytest.raises(WorkerDiedError):
-            envs.rollout(POLICY, STEPS)
+        envs.reset()
+        assert not called and not envs.restarts
+
+
+# Spaces
 
 
 class Builder(CountingEnv):
@@ -348,22 +311,10 @@ def test_forged_spaces_at_the_start_end_it_in_one_line(tmp_path, workers, fields
     assert workers() == before
 
 
-@pytest.mark.parametrize("name", ["nothing", "itself", "no members"])
-def test_a_replacement_that_forges_spaces_is_replaced_itself(tmp_path, name):
-    # The constructor, the replacement that lies, and the one that does not.
-    with forged_envs(tmp_path / "letters", BUILT[name], "-x-") as envs, at_most():
-        envs.reset()
-        envs.rollout(POLICY, STEPS)
-        kill(envs.call("pid")[1])
-        assert envs.rollout(POLICY, STEPS).rewards.shape == (STEPS, 2)
-        _, forged = (restart["reason"] for restart in envs.restarts)
-        assert forged.isprintable() and "died: its spaces were wrong: " in forged
-
-
 def test_a_replacement_with_another_space_ends_the_run_in_one_line(tmp_path):
     with forged_envs(tmp_path / "letters", BUILT["another space"], "-x") as envs, at_most():
         envs.reset()
         kill(envs.call("pid")[1])
-        text = r"action_space is Discrete\(3\), another's is Discrete\(2\): all must be alike$"
+        text = r"action_space is Discrete\(3\), another's is Discrete\(2\); all must be alike$"
         with pytest.raises(RuntimeError, match=text):
             envs.rollout(POLICY, STEPS)

@@ -296,9 +296,6 @@ def test_misuse():
             text = "Calling `(step|reset|rollout)` while .*`send`.*: `recv` all chunks first"
             pending(text, call)
         assert envs.call("pid") == tuple(pid_of(envs, worker) for worker in (0, 1))
-        envs.call_async("pid")
-        pending("call `call_wait` first", envs.send, 5)
-        envs.call_wait()
         check(NoAsyncCallError, "Calling `recv` without any prior call", envs.recv, 0)
         assert envs.recv(1)[0] == 1
         envs.rollout(policy, 5, overlap=True)
@@ -306,15 +303,8 @@ def test_misuse():
         pending("Calling `send` while an overlapped `rollout` is outstanding", envs.send, 5)
         check(ValueError, "was requested with 5 steps, not 4", envs.rollout, policy, 4)
         assert envs.get_attr("count") == (10, 15)  # after the rollout under way
-        envs.call_async("pid")
-        pending("Calling `rollout` while .* to `call`", envs.rollout, policy, 5)
-        envs.call_wait()
         check(NoAsyncCallError, "Calling `recv` without any prior call to `send`", envs.recv)
         assert envs.rollout(policy, 5).rewards.shape == (5, 2)
-        envs.step_async([0, 0])
-        for call in (envs.send, partial(envs.rollout, policy)):
-            pending("Calling `(send|rollout)` while waiting for a pending call to `step`", call, 5)
-        envs.step_wait()
     calls = envs.recv, partial(envs.send, 5), partial(envs.publish, policy)
     for call in (*calls, partial(envs.rollout, policy, 3)):
         check(ClosedEnvironmentError, "after a call to `close", call)

@@ -4,7 +4,6 @@ misuse as clearly.
 
 import dataclasses
 import enum
-import multiprocessing
 import os
 import threading
 import warnings
@@ -17,19 +16,16 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.error import (
-    AlreadyPendingCallError,
     ClosedEnvironmentError,
-    NoAsyncCallError,
     ResetNeeded,
 )
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clusterenv_runtime import ClusterEnv
+from clusterenv_runtime import ClusterEnv, Interrupted
 
 from .envs import BufferEnv, CountingEnv, RandomEnv, UnsendableEnv, Words, assert_same, registered
-from .patience import PATIENCE
 
 IMAGE = spaces.Box(0, 255, (3, 4), np.uint8)
 SPACES = {
@@ -158,45 +154,6 @@ def counting():
         yield envs
 
 
-def test_an_asynchronous_step_is_a_step(counting):
-    counting.reset_async(seed=1)
-    assert_same(counting.reset_wait(timeout=PATIENCE), (np.zeros((3, 1), np.float32), {}))
-    counting.step_async(np.zeros(3, np.int64))
-    ended = np.zeros(3, bool)
-    assert_same(
-        counting.step_wait(timeout=PATIENCE),
-        (np.ones((3, 1), np.float32), np.ones(3), ended, ended, {}),
-    )
-
-
-@pytest.mark.parametrize(
-    ("pending", "method"),
-    [
-        ("reset", "step"),
-        ("step", "reset"),
-        ("step", "call"),
-        ("call", "step"),
-        ("step", "set_attr"),
-    ],
-)
-def test_nothing_else_may_be_asked_while_a_call_is_pending(counting, pending, method):
-    arguments = {"reset": (), "step": ([0, 0, 0],), "call": ("pid",), "set_attr": ("x", 1)}
-    counting.reset()
-    getattr(counting, f"{pending}_async")(*arguments[pending])
-    text = (
-        rf"Calling `{method}(_async)?` while waiting for a pending call to `{pending}` to "
-        rf"complete: call `{pending}_wait` first\."
-    )
-    with pytest.raises(AlreadyPendingCallError, match=text) as caught:
-        getattr(counting, method)(*arguments[method])
-    assert caught.value.name == pending
-    for other in {"reset", "step", "call"} - {pending}:
-        says = f"Calling `{other}_wait` without any prior call to `{other}_async`"
-        with pytest.raises(NoAsyncCallError, match=says):
-            getattr(counting, f"{other}_wait")()
-    getattr(counting, f"{pending}_wait")()  # the pending call is unharmed
-
-
 @pytest.mark.parametrize("actions", [[], [0, 0], np.zeros(4, int), np.zeros((2, 3), int)])
 def test_wrong_number_of_actions(counting, actions):
     with pytest.raises(
@@ -250,22 +207,19 @@ def test_an_error_in_a_call_is_raised_and_no_harm(counting):
     assert counting.step([0, 0, 0])[0].ravel().tolist() == [1, 1, 1]
 
 
-def test_timeouts_leave_a_usable_env(tmp_path):
+def test_an_interrupted_step_is_given_up(tmp_path):
     gate = tmp_path / "gate"
     with ClusterEnv([partial(CountingEnv, gate=str(gate))] * 2, 2) as envs:
         envs.reset()
-        envs.step_async([0, 0])
-        text = r"no response in 0\.01 s from worker 0 \(.*, worker 1 \("
-        with pytest.raises(multiprocessing.TimeoutError, match=text):
-            envs.step_wait(timeout=0.01)
-        with pytest.raises(NoAsyncCallError):
-            envs.step_wait()
+        envs.interrupt()
+        with pytest.raises(Interrupted):
+            envs.step([0, 0])
         # The late response to that step may have an episode's end that nobody has seen.
         with pytest.raises(ResetNeeded, match="because one has raised, or a step was given up"):
-            envs.step_async([0, 0])
-        envs.reset_async()
-        with pytest.raises(multiprocessing.TimeoutError):
-            envs.reset_wait(timeout=0)
+            envs.step([0, 0])
+        envs.interrupt()
+        with pytest.raises(Interrupted):
+            envs.reset()
         gate.touch()
         assert envs.reset()[0].ravel().tolist() == [0, 0]
         assert envs.step([0, 0])[0].ravel().tolist() == [1, 1]
@@ -338,7 +292,7 @@ def test_spaces_that_do_not_match(workers, other, row):
             "one of 'external', 'local', 'ray', 'slurm', got 'slurp'",
         ),
         ("worker_timeuot", 3, TypeError, "'worker_timeuot': did you mean 'worker_timeout'?"),
-        ("min_workers", 1, TypeError, "no option 'min_workers' any more: all workers start"),
+        ("min_workers", 1, TypeError, "ClusterEnv has no option 'min_workers'"),
         ("autoreset_mode", "Never", ValueError, "'Never' is not a valid AutoresetMode"),
         ("observation_mode", "different", ValueError, "observation_mode must be 'same', got 'diff"),
         ("sync_mode", "often", ValueError, "Invalid enum value 'often', one of"),
@@ -485,11 +439,7 @@ class CountingWith(CountingEnv):
 def test_after_close_everything_is_an_error():
     envs = ClusterEnv([CountingEnv] * 2, 2)
     envs.reset()
-    envs.step_async([0, 0])
-    with pytest.warns(
-        UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"
-    ):
-        envs.close()
+    envs.close()
     assert envs.closed
     envs.close()
     arguments = {
@@ -500,6 +450,6 @@ def test_after_close_everything_is_an_error():
         "rollout": [0, 1],
     }
     says = r"Trying to operate on `ClusterEnv`, after a call to `close\(\)`"
-    for method in ("reset", "step_wait", "reset_wait", "call_wait", "render", *arguments):
+    for method in ("reset", "render", *arguments):
         with pytest.raises(ClosedEnvironmentError, match=says):
             getattr(envs, method)(*arguments.get(method, []))

@@ -61,16 +61,6 @@ MUTATIONS = {
         "request.seq for request in self._requests_of(worker)])\n                raise",
         "])\n                raise",
     ),
-    "messages after a wrong response are believed": (
-        "head/pool.py",
-        "worker.process.is_refused = True",
-        "pass",
-    ),
-    "a worker responds for another": (
-        "head/pool.py",
-        "if request is None or request.worker is not worker:",
-        "if request is None:",
-    ),
     "an interrupted call is not given up": (
         "head/pool.py",
         "            self.forget(seqs)\n            raise",
@@ -116,16 +106,6 @@ MUTATIONS = {
         "self._updates[copy.weights] = self._encode(copy)",
         "held = [each.weights for each in self._copies]\n"
         "            self._updates |= dict.fromkeys(held, self._encode(copy))",
-    ),
-    "a part of another form is taken": (
-        "head/pool.py",
-        "response.check(space, asked.num_steps, worker.num_envs)",
-        "pass",
-    ),
-    "an invalid message is dropped, but its sender is kept": (
-        "head/pool.py",
-        'self._refuse(worker, f"it sent a {error}")',
-        "None",
     ),
     "a row does not say that it starts an episode": (
         "worker/envs.py",

@@ -76,13 +76,11 @@ class Schedule(World):
     def strike(self, process: Process) -> None:
         """Let a random fault happen to a process."""
         draw, seconds = self.random, self.random.choice((0.1, 1.0, 3.0))
-        kind = draw.choice(("die", "die", "cut", "stop", "survive", "lie", "flood"))
+        kind = draw.choice(("die", "die", "cut", "stop", "survive", "flood"))
         if kind == "die":
             process.die()
         elif kind == "cut":
             process.cut(seconds)
-        elif kind == "lie":
-            process.lies = True
         elif kind == "flood":
             process.flood(300)
         else:

@@ -294,24 +294,17 @@ class User:
         left = [each.message for each in pool.outstanding.values()]
         if self.ahead is None and (left or pool.answered):
             raise Wrong(f"nobody takes {left} and the answers {list(pool.answered)}")
-        if pool.store.mismatches and not any(
-            process.has_lied for process in self.world.processes.values()
-        ):
+        if pool.store.mismatches:
             raise Wrong("a worker did not hold what the head believed")
 
     def check_weights(self) -> None:
-        """Compare the weights of honest workers with those that the head believes they hold.
+        """Compare the weights of workers with those that the head believes they hold.
 
         Skip workers for which either is about to change.
         """
         for worker in self.envs._pool.workers:
             process, copy = self.world.processes.get(worker.process.identity), worker.copy
-            if (
-                worker.process.state != State.READY
-                or process.exit is not None
-                or process.is_busy
-                or process.has_lied
-            ):
+            if worker.process.state != State.READY or process.exit is not None or process.is_busy:
                 continue
             if copy.weights is None:
                 continue

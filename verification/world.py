@@ -24,8 +24,6 @@ from clusterenv_runtime.worker import worker as workers
 from clusterenv_runtime.worker.connection import HELLO_S, End
 from clusterenv_runtime.worker.worker import Worker
 
-from .lies import lie_instead_of
-
 workers.LOOK_S = 0.0  # an acting worker looks before each step, whatever the clock says
 
 KILLED = Exit("killed by SIGKILL", by_signal=True)
@@ -127,7 +125,6 @@ class Process:
         # Whether a message wakes the process, and whether it has missed its turn while stopped.
         self._listens = self._is_due = False
         self.survives = False  # whether it survives a kill
-        self.lies = self.has_lied = False  # whether its next message is a lie, and whether one was
         self.worker = Worker(self)
         self._greenlet = greenlet(self._run)
 
@@ -171,18 +168,7 @@ class Process:
         """Send a message to the head."""
         name = f"{type(message).__name__} {seq}"
         frames = [bytes(frame) for frame in messages.worker_frames(seq, message, allowed)]
-        sent = [frames]
-        if self.lies:
-            self.lies, self.has_lied = False, True
-            others = [each for each in self.world.processes.values() if each.index != self.index]
-            of_others = set().union(*(each.asked for each in others))
-            has_policy = self.worker._actor is not None
-            kind, sent = lie_instead_of(
-                self.world.random, seq, message, frames, of_others, has_policy
-            )
-            self.world.note(f"{self.name} lies: {kind} instead of {name}")
-        for each in sent:
-            self._post_up(each, name)
+        self._post_up(frames, name)
 
     def settle(self) -> None:
         """Do nothing: there is nothing to wait for."""
@@ -204,11 +190,6 @@ class Process:
             if not isinstance(message, messages.Ping):
                 return seq, message
         return None
-
-    @property
-    def asked(self) -> set[int | None]:
-        """The seqs of the requests that it has taken, or that are under way to it."""
-        return self._taken | {from_frames(each)[0] for each in (*self.inbox, *self._down)}
 
     @property
     def is_busy(self) -> bool:

@@ -143,13 +143,13 @@ class Pool(Recovery):
         # The last request is as a rule the last to be answered.
         self._wait(lambda: self.outstanding.keys().isdisjoint(reversed(seqs)), timeout)
 
-    def gather(self, seqs: Collection[int]) -> list[Request]:
+    def gather(self, seqs: Collection[int], timeout: float | None = None) -> list[Request]:
         """Wait until all of these requests have a response, see `settle`, and return them.
 
         If this raises an error, the requests are given up.
         """
         try:
-            self.settle(seqs)
+            self.settle(seqs, timeout)
             return [self.answered.pop(seq) for seq in seqs]
         except BaseException:
             self.forget(seqs)
@@ -370,7 +370,7 @@ class Pool(Recovery):
 
     def _take_response(self, worker: Worker, seq: int | None, response: Any) -> None:
         request, process = self.outstanding.get(seq), worker.process
-        if request is None or request.worker is not worker:
+        if request is None:
             return  # it was given up, or is one of the orders
         asked = request.message
         try:

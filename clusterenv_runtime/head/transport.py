@@ -107,10 +107,12 @@ class Transport:
                 write_key_file(self.key_file, keys.workers())
                 self._gate = Gate(self._context, self._socket, keys)
             self._bind(listening_address(bind_address, port or "*", self.directory))
+            self.address = os.fsdecode(self._socket.last_endpoint).rstrip("\0")
+            if self.address.startswith(("tcp://0.0.0.0", "tcp://[::]")):
+                raise StartupError(f"bind_address must be one address, not all, as {bind_address}")
         except BaseException:
             self.close()
             raise
-        self.address = os.fsdecode(self._socket.last_endpoint).rstrip("\0")
 
     def _set_options(self) -> None:
         socket = self._socket

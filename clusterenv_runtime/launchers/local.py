@@ -59,7 +59,8 @@ def import_path() -> list[str]:
     """
     directories = [each or "/" for each in (FIRST_DIRECTORY, current_directory())]
     entries = [entry for entry in sys.path if isinstance(entry, str)]  # imports skip others
-    return list(dict.fromkeys(os.path.join(at, entry) for entry in entries for at in directories))
+    paths = dict.fromkeys(os.path.join(at, entry) for entry in entries for at in directories)
+    return [*filter(os.path.exists, paths)]  # an editable installation has an entry that is no path
 
 
 def python_command(code: str) -> list[str]:
