@@ -117,7 +117,6 @@ class Process:
         # The link is cut, the process is stopped, the link is closed for good.
         self.is_cut = self.is_stopped = self.is_closed = False
         self.inbox: deque[list[bytes]] = deque()
-        self._taken = set[int | None]()  # the seqs of the requests that it has taken
         # The messages under way from and to the process, and the times at which the last arrive.
         self._up, self._down = deque[tuple[list[bytes], str]](), deque[list[bytes]]()
         self._up_at = self._down_at = 0.0
@@ -184,7 +183,6 @@ class Process:
             while not self.inbox:
                 self._pause(listens=True)
             seq, message = from_frames(self.inbox.popleft())
-            self._taken.add(seq)
             if isinstance(message, messages.Close):
                 raise End
             if not isinstance(message, messages.Ping):
