@@ -5,6 +5,7 @@ The options are keyword arguments of `ClusterEnv`, and flags of the scripts.
 
 import difflib
 import os
+import shutil
 import typing
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypedDict
@@ -142,11 +143,14 @@ class ClusterOptions:
         launcher.check(self.num_workers)
         address = self.bind_address or launcher.address(self.num_workers)
         forks = self.worker_start == "fork" and launcher.can_fork
+        program = "".join(launcher.prefix[:1])
+        found = not program or launcher.remote or shutil.which(program)
         rules = {
             f"sync_interval goes with sync_mode 'interval', and is {self.sync_interval} with "
             f"{self.sync_mode!r}": (self.sync_mode == "interval") == bool(self.sync_interval),
             "worker_preload is for forked workers: those of the launcher local, on Linux, without "
             "a worker_prefix": forks or not self.worker_preload,
+            f"worker_prefix: there is no program {program} here": found,
             f"launcher {launcher.name} needs bind_address: an address that its workers can connect "
             "to": address or not launcher.remote,
             "port and key_file are for tcp: they need bind_address": address

@@ -198,7 +198,7 @@ def send_with_others(others, send, seq, message):
     send(worker_frames(seq, message, ()))
 
 
-OTHERS = [(n, Reply(3)) for n in (-1, 1, 2**70, None)] * 100
+OTHERS = [(n, Reply(3)) for n in (-9, 2**70, None)] * 100
 OTHERS += [(n, Error(0, "x", "no", "no", False)) for n in (1, -9, None)]
 OTHERS += [(n, Pull(v)) for n in (0, 1, None) for v in (0, -1, 10**30)] * 20
 OTHERS += [(None, Built())] * 1000

@@ -384,8 +384,6 @@ def test_infos_that_cannot_come_in_a_rollout_are_an_error():
             ValueError, match="info 'more' has no place in a rollout: it is neither"
         ):
             envs.rollout(CategoricalPolicy(linear(1, 2)), 8)
-    with pytest.raises(ValueError, match="info_keys must not have both 'got' and '_got', which"):
-        ClusterEnv([CountingEnv], info_keys=("got", "_got"))
     with pytest.raises(TypeError, match="info_keys must be a tuple of strings, got 'success'"):
         ClusterEnv([CountingEnv], 1, info_keys="success")
 

@@ -147,8 +147,10 @@ def test_workers_and_replacements_resemble_the_head_as_it_was_at_the_start(tmp_p
     head, *told = start(tmp_path, flags, [how, "--level", "3"])
     directory = str(tmp_path / "here")
     assert head["simlib"] == "beside" and head["directory"] == directory
-    head["path"] = list(dict.fromkeys(os.path.join(directory, path) for path in head["path"]))
+    path = dict.fromkeys(os.path.join(directory, path) for path in head["path"])
+    head["path"] = [*filter(os.path.exists, path)]
     head |= {"shared": 7, "state": 6}
+    head["variables"].setdefault("PYTHONHASHSEED", "1")
     orders = {each.pop("order") for each in told}
     assert len(orders) == 1
     for name in head:

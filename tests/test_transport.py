@@ -184,18 +184,6 @@ def test_a_worker_whose_second_connection_closes_is_gone_after_its_messages_arri
     assert transport.has_pulse(identity)
 
 
-def test_a_peer_with_the_identities_of_many_pulses_takes_bounded_memory(make, dial, monkeypatch):
-    monkeypatch.setattr(module, "MOST_FILES", 3)
-    transport = make()
-    for number in range(9):
-        dial(transport, b"p%d" % number).send(b"")
-    dial(transport, b"w").send(b"")
-    hear(transport)
-    for _ in range(9):
-        transport.receive(0.01)
-    assert len(transport._pulses) == 3
-
-
 def test_drops_are_counted_and_the_first_hundred_are_logged(make, caplog):
     transport = make()
     for number in range(120):

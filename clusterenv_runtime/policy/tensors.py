@@ -171,6 +171,8 @@ class _Pickler(cloudpickle.Pickler):
             )
         if value.grad_fn is not None:  # from the last forward pass, so workers make their own
             return torch.empty, (0,)
+        if value.layout != torch.strided:
+            return NotImplemented
         return _tensor, (*form, _bytes_of(value.detach()).cpu().numpy().tobytes())
 
 
