@@ -123,7 +123,7 @@ class ClusterEnv(ActingEnv):
         self.env_fns = env_fns
         self.num_workers = len(rows)
         self.observation_mode = observation_mode
-        self._set_acting(info_keys)
+        self._known_infos = {key: np.zeros(()) for key in info_keys}
         self.closed = False
 
     def interrupt(self) -> None:

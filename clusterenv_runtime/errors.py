@@ -21,7 +21,10 @@ class WorkerDiedError(ClusterEnvError):
 
 
 class ProtocolError(ClusterEnvError):
-    """A message does not have the form that :mod:`clusterenv_runtime.messages` describes."""
+    """A message does not have the form that :mod:`clusterenv_runtime.messages` describes.
+
+    It ends the run if a worker has sent it.
+    """
 
 
 class Interrupted(ClusterEnvError):
@@ -43,10 +46,6 @@ class EnvError(ClusterEnvError):
 
 class EnvRaised(Exception):
     """On a worker: the environment of this row raised this exception's cause, or is to blame."""
-
-    def __init__(self, env: int) -> None:
-        super().__init__(env)
-        self.env = env
 
 
 def one_line(error: BaseException) -> str:

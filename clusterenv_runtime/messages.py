@@ -124,7 +124,7 @@ class Evaluate:
     deterministic: bool
     episodes: list[int]  # how many episodes count, for each environment
     seed: int  # the seed of the noise; environment i is reset with this plus i
-    max_steps: int  # the most steps of an episode
+    max_steps: int  # after about so many steps an episode counts as it is
     seeds: list[int]  # one per environment, for that reset
 
 

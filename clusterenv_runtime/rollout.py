@@ -14,7 +14,8 @@ from .arrays import Frames, join, leaves, map_space, map_tree
 class Evaluation(NamedTuple):
     """The result of `ClusterEnv.evaluate`: its episodes, ordered by environment, then time."""
 
-    returns: np.ndarray  # (episodes,) float64, see `Rollout.episodic_returns`
+    # (episodes,) float64, see `Rollout.episodic_returns`; fewer if some do not end
+    returns: np.ndarray
     lengths: np.ndarray  # (episodes,) int64, in steps
     # (episodes,) bool; False if the episode was left after ``max_steps``, and counts up to there
     ended: np.ndarray
@@ -201,11 +202,13 @@ def _join_fields(
 
     ``episodes`` is None if the items of those that count stay ordered part by part.
     """
-    joined = {}
+    joined: dict[str, Any] = {}
     for name in _Steps.__dataclass_fields__.keys() - {"infos"}:
         trees = [getattr(part, name) for part in parts]
-        copy = name == "next_observations"  # the head keeps the parts' arrays
-        joined[name] = _join_trees(trees, int(name not in FIRST), copy)
+        how = int(name not in FIRST), name == "next_observations"  # the head keeps the parts' own
+        joined[name] = (
+            None if trees[0] is None else map_tree(lambda *each: join(each, *how), *trees)  # noqa: B023
+        )
     if len(parts) > 1:
         sizes = [part.rewards.shape[1] for part in parts]
         ends = [np.flatnonzero(part.terminations | part.truncations) for part in parts]
@@ -217,12 +220,6 @@ def _join_fields(
             for name in "episodic_returns", "episodic_lengths":
                 joined[name] = joined[name][order]
     return joined
-
-
-def _join_trees(trees: list[Any], axis: int, copy: bool) -> Any:
-    if trees[0] is None:
-        return None
-    return map_tree(lambda *leaves: join(leaves, axis, copy), *trees)
 
 
 def _side_by_side(infos: list[np.ndarray]) -> np.ndarray:

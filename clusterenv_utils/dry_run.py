@@ -11,6 +11,7 @@ import zmq
 from clusterenv_runtime.head.transport import listening_address
 
 from .arguments import ScriptArgs
+from .errors import one_line_for
 from .progress import say
 
 
@@ -31,7 +32,8 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
     if args.bind_address:  # it may be the name of an interface
         with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
             probe.ipv6 = ":" in args.bind_address
-            probe.bind(listening_address(args.bind_address, "*", keys))
+            with one_line_for(zmq.ZMQError, text=f"--bind-address {args.bind_address}"):
+                probe.bind(listening_address(args.bind_address, "*", keys))
             address = probe.last_endpoint.decode().removeprefix("tcp://").rpartition(":")[0]
             address = address.strip("[]")
     key_file = f"{keys}/key" if address else None

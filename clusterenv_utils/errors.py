@@ -11,7 +11,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from clusterenv_runtime import EnvError, Interrupted, Rollout, StartupError, WorkerDiedError
+from clusterenv_runtime import (
+    EnvError,
+    Interrupted,
+    ProtocolError,
+    Rollout,
+    StartupError,
+    WorkerDiedError,
+)
 from clusterenv_runtime.arrays import not_finite
 from clusterenv_runtime.errors import one_line
 
@@ -61,7 +68,7 @@ def print_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Print an error that ends the process: in one line if the message says enough."""
-    if issubclass(kind, ScriptError | Interrupted | StartupError | WorkerDiedError):
+    if issubclass(kind, ScriptError | Interrupted | StartupError | WorkerDiedError | ProtocolError):
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

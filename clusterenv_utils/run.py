@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from clusterenv_runtime import ClusterEnv, Policy, Rollout
+from clusterenv_runtime import ClusterEnv, Policy, Rollout, StartupError
 from clusterenv_runtime.errors import one_line
 
 from .arguments import (
@@ -190,7 +190,7 @@ class Run:
         try:
             with one_line_for_environments(self.args):
                 yield
-        except (ScriptError, SystemExit):
+        except (ScriptError, StartupError, SystemExit):
             self._progress.close()
             if self._is_new:
                 self.writer.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from clusterenv_runtime import ClusterEnv, EnvError, Interrupted, WorkerDiedError
+from clusterenv_runtime import ClusterEnv, ClusterEnvError, EnvError, Interrupted
 
 from .errors import CheckpointError, ScriptError
 
@@ -91,7 +91,7 @@ class Signals:
         except Exception as error:
             ignore_signals()  # torchrun, which then ends all learners, would hide this error
             is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            is_in_wait = isinstance(error, EnvError | WorkerDiedError) or is_full
+            is_in_wait = isinstance(error, ClusterEnvError) or is_full
             if (is_in_wait or isinstance(error.__cause__, EnvError)) and self._speaks:
                 _save_after_error(save, to_go_on)
             if is_full:

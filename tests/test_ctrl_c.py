@@ -87,8 +87,6 @@ def ready(policy):
 
 def check(envs, policy):
     """Check that the workers are in step with each other, and that all calls work."""
-    if envs._pending:
-        getattr(envs, f"{envs._pending}_wait")()
     if envs._pool.to_reset:  # a step was given up
         envs.reset()
     try:

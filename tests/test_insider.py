@@ -78,7 +78,7 @@ def refused(lie, kinds=Part, after=0, action=None):
         envs.call("betray", lie, kinds, after)
         with pytest.raises(ProtocolError, match="^worker 1 ") as caught:
             action(envs) if action else envs.rollout(POLICY, STEPS)
-        with pytest.raises(WorkerDiedError, match="shut down because its messages were wrong"):
+        with pytest.raises(WorkerDiedError, match="shut down by the head"):
             envs.reset()
     assert not called
     return str(caught.value).partition(") sent a ")[2]

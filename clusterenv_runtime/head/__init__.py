@@ -2,8 +2,10 @@
 
 - `transport`: the one listening socket, which knows connections but no workers
 - `workers`: a worker as the head sees it, and the supervision of its processes
+- `recovery`: what outlives a worker's processes, and the orders for a replacement
 - `pool`: requests, messages, waits, and the replacement of processes
 - `stepping`: Gymnasium's vector API
+- `acting`: rollouts and evaluations
 
 The life of a rollout: `ClusterEnv.rollout` publishes the policy, and all workers get its structure
 if that has changed. The `pool` asks each worker to act (`Collect`), with the divergence, the

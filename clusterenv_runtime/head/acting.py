@@ -30,9 +30,8 @@ MAX_STEPS = 30_000
 class ActingEnv(SteppedEnv):
     """A vector environment whose workers act."""
 
-    def _set_acting(self, info_keys: Sequence[str]) -> None:
-        # For each info key, zeros like its last value; a scalar zero before the first value.
-        self._known_infos = {key: np.zeros(()) for key in info_keys}
+    # For each info key, zeros like its last value; a scalar zero before the first value.
+    _known_infos: dict[str, np.ndarray]
 
     def rollout(self, policy: Policy, num_steps: int, *, overlap: bool = False) -> Rollout:
         """Publish ``policy``, let all workers act for ``num_steps`` steps, and return the rollout.
@@ -65,8 +64,7 @@ class ActingEnv(SteppedEnv):
             if ahead is None:
                 self.publish(policy)
                 self._grant(num_steps, workers)
-            seqs = sorted(self._granted, key=self._granted.__getitem__)  # in the order of the rows
-            parts = [self._take(request) for request in self._pool.gather(seqs)]
+            parts = [self._take(request) for request in self._pool.gather([*self._granted])]
         except BaseException:  # an interrupted rollout leaves no request behind
             self._give_up()
             raise
@@ -184,9 +182,8 @@ class ActingEnv(SteppedEnv):
             seed: the seed of the first environment.
             deterministic: whether the policy takes the mode of its distribution instead of drawing
                 actions.
-            max_steps: the number of steps after which an unfinished episode counts as it is, with a
-                warning. The rest of it does not count as another episode, unless the rest reaches
-                ``max_steps``, too.
+            max_steps: the number of steps, or up to 31 fewer than played, after which an unfinished
+                episode counts as it is, with a warning. Its environment plays no other one.
 
         Raises:
             ResetNeeded: an environment has raised an exception, or a step was given up.

@@ -150,6 +150,8 @@ class Pool(Recovery):
         """
         try:
             self.settle(seqs, timeout)
+            if not self.answered.keys() >= set(seqs):
+                self.require(*self.workers)  # one has ended with its requests
             return [self.answered.pop(seq) for seq in seqs]
         except BaseException:
             self.forget(seqs)
@@ -180,6 +182,11 @@ class Pool(Recovery):
             self.outstanding.pop(seq, None)
             self.answered.pop(seq, None)
 
+    def end(self, worker: Worker, because: str) -> None:
+        """End a worker, whose outstanding requests get no response then."""
+        super().end(worker, because)
+        self.forget([request.seq for request in self._requests_of(worker)])
+
     def raise_errors(self) -> None:
         """Raise the last error that the user has not seen, and log the others."""
         if not self.errors:
@@ -195,11 +202,6 @@ class Pool(Recovery):
         if exception is None:
             raise cause
         raise exception from cause
-
-    def _describe_error(self, worker: Worker, error: messages.Error) -> str:
-        where = "" if error.env is None else f"environment {error.env} on "
-        what = f"raised {error.kind}: {error.text}\n\n{error.traceback}"
-        return f"{where}{self.describe(worker)} {what}"
 
     # Waiting.
     def _wait(self, done: Callable[[], Any], timeout: float | None = None) -> None:
@@ -275,7 +277,6 @@ class Pool(Recovery):
                 self.replace(worker, reason)
             except WorkerDiedError:
                 self.end(worker, "lost")
-                self.forget([request.seq for request in self._requests_of(worker)])
                 raise
             self._note_loss(worker, reason)
 
@@ -348,7 +349,7 @@ class Pool(Recovery):
         self._by_identity[identity] = worker
         self.note_hello(worker, identity, hello.host, hello.pid)
         if (mismatch := messages.mismatch(hello)) is not None:
-            raise StartupError(f"{self.describe(worker)} {mismatch}")
+            self._refuse(worker, mismatch, StartupError)
         for message in self._orders(worker):
             self.post(worker, message)
         for request in self._requests_of(worker):
@@ -356,7 +357,9 @@ class Pool(Recovery):
 
     def _take_error(self, worker: Worker, seq: int | None, error: messages.Error) -> None:
         if seq in self.outstanding or error.ends:
-            self.errors.append((self._describe_error(worker, error), error))
+            where = "" if error.env is None else f"environment {error.env} on "
+            text = f"{where}{self.describe(worker)} raised {error.kind}: {error.text}"
+            self.errors.append((f"{text}\n\n{error.traceback}", error))
             self.forget([seq])
         else:
             self._transport.drop(f"an error of worker {worker.index}, not waited for: {error.text}")
@@ -417,7 +420,7 @@ class Pool(Recovery):
         """End a worker whose messages are wrong, and the call under way."""
         error = kind(f"{self.describe(worker)} {text}")
         self.post(worker, messages.Close())
-        self.end(worker, "shut down because its messages were wrong")
+        self.end(worker, "shut down by the head")
         raise error
 
     def note_seen(self, request: Request, seen: Any, ended: np.ndarray) -> None:

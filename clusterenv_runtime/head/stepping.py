@@ -182,11 +182,10 @@ class SteppedEnv(VectorEnv):
 
     def _ask(self, request: Callable[[Worker], Message]) -> list[Any]:
         """Ask each worker, and return the requests with their responses."""
-        pool, seqs = self._pool, list[int]()
+        pool = self._pool
         pool.require(*pool.workers)
         with pool.closing_on_ctrl_c():
-            seqs = [pool.ask(worker, request(worker)) for worker in pool.workers]
-        requests = pool.gather(seqs)
+            requests = pool.gather([pool.ask(each, request(each)) for each in pool.workers])
         dropped = {key for each in requests for key in each.dropped}
         for key in sorted(dropped - self._left_out):
             gym.logger.warn(

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MOST_FILES = 65_536
 HANDSHAKE_MS = 10_000  # the time in which a peer must complete its handshake
 POLLIN = int(zmq.POLLIN)
+EVERYWHERE = "tcp://0.0.0.0", "tcp://[::]", "tcp://[::ffff:0.0.0.0]"
 MOST_AT_ONCE = 1000  # messages received in a row; then the head supervises its workers
 Received = tuple[bytes, list[Any]]  # a connection's identity, and the frames of its message
 
@@ -108,7 +109,7 @@ class Transport:
                 self._gate = Gate(self._context, self._socket, keys)
             self._bind(listening_address(bind_address, port or "*", self.directory))
             self.address = os.fsdecode(self._socket.last_endpoint).rstrip("\0")
-            if self.address.startswith(("tcp://0.0.0.0", "tcp://[::]")):
+            if self.address.startswith(EVERYWHERE):
                 raise StartupError(f"bind_address must be one address, not all, as {bind_address}")
         except BaseException:
             self.close()

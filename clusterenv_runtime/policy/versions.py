@@ -118,7 +118,14 @@ class PolicyStore:
         weights = flat_weights(policy)  # before anything changes, because memory may run out here
         changed = structure != self.structure
         if changed and is_known:
-            self._count_change()
+            self._changes += 1
+            if self._changes == MANY_CHANGES:
+                logger.warning(
+                    "the policy's structure changed %d times, and workers got all weights each "
+                    "time: should an attribute be one of its numbers, or a buffer? See "
+                    "docs/policies.md",
+                    MANY_CHANGES,
+                )
         self.version += 1
         if changed:
             self.since = self.version
@@ -133,15 +140,6 @@ class PolicyStore:
             copy.divergence = math.inf
         self._measure([copy for copy in self._copies if copy.behavior])
         return changed
-
-    def _count_change(self) -> None:
-        self._changes += 1
-        if self._changes == MANY_CHANGES:
-            logger.warning(
-                "the policy's structure changed %d times, and workers got all weights each time: "
-                "should an attribute be one of its numbers, or a buffer? See docs/policies.md",
-                MANY_CHANGES,
-            )
 
     def _measure(self, copies: list[PolicyCopy]) -> None:
         """Measure how far copies that have acted have diverged from the policy.

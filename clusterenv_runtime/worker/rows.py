@@ -67,17 +67,14 @@ class Row:
             observation, reward, terminated, truncated, info = self._env.step(action)
             if type(reward) not in NUMBERS:
                 reward = _number(reward)
-            if self._shape is not None and getattr(observation, "shape", ()) != self._shape:
-                self._check(np.shape(observation))
+            shape = getattr(observation, "shape", ())  # a list and a number have none
+            if self._shape not in (None, shape) and (shape := np.shape(observation)) != self._shape:
+                raise ValueError(f"its observation must have the shape {self._shape}, got {shape}")
         except BaseException as error:
             raise self._raised(error) from error
         if terminated or truncated:
             observation = deepcopy(observation)  # the reset may overwrite it
         return observation, reward, terminated, truncated, info
-
-    def _check(self, shape: tuple[int, ...]) -> None:
-        if shape != self._shape:
-            raise ValueError(f"its observation must have the shape {self._shape}, got {shape}")
 
     def _continue(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Truncate the episode of a process that died. If the user saw its end, show the reset."""

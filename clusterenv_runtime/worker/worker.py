@@ -100,7 +100,7 @@ class Worker:
     def _describe(self, error: BaseException, fatal: bool, ends_episodes: bool) -> messages.Error:
         env = None
         if isinstance(error, EnvRaised):
-            env, error = error.env, error.__cause__
+            env, error = error.args[0], error.__cause__
         described = traceback.TracebackException.from_exception(error)
         return messages.Error(
             env=env,
@@ -209,9 +209,7 @@ class Worker:
                     found[row].append((value, length, False))
                     wanted[row] = len(found[row])
         self._envs.reset(request.seeds)
-        columns = zip(*itertools.chain(*found), strict=True)
-        dtypes = np.float64, np.int64, np.bool_
-        return tuple(np.array(*each) for each in zip(columns, dtypes, strict=True))
+        return tuple(map(np.array, zip(*itertools.chain(*found), strict=True)))
 
     def _take_in(self) -> None:
         """Keep messages that arrive while this worker acts. `Close` ends it between two steps."""
