@@ -24,7 +24,7 @@ from clusterenv_runtime import (
     ProtocolError,
     WorkerDiedError,
 )
-from clusterenv_runtime.messages import PING, Built, Error, Part, Pull, Reply, worker_frames
+from clusterenv_runtime.messages import PING, Built, Error, Part, Reply, worker_frames
 from clusterenv_runtime.pickling import MAX_FRAME, to_frames, writer
 from clusterenv_runtime.worker.connection import Connection
 
@@ -200,7 +200,6 @@ def send_with_others(others, send, seq, message):
 
 OTHERS = [(n, Reply(3)) for n in (-9, 2**70, None)] * 100
 OTHERS += [(n, Error(0, "x", "no", "no", False)) for n in (1, -9, None)]
-OTHERS += [(n, Pull(v)) for n in (0, 1, None) for v in (0, -1, 10**30)] * 20
 OTHERS += [(None, Built())] * 1000
 
 

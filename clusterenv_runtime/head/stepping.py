@@ -19,6 +19,9 @@ from ..messages import Call, Message, Reset, SetAttr, Step
 from .pool import Pool
 from .workers import Worker
 
+# Workers handle these requests after those outstanding, so they need not wait for each other.
+WAITING = "send", "evaluate", "call", "get_attr", "set_attr", "render"
+
 
 class SteppedEnv(VectorEnv):
     """A vector environment that equals ``SyncVectorEnv`` step for step."""
@@ -119,14 +122,17 @@ class SteppedEnv(VectorEnv):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call each environment's method ``name``, or read its attribute."""
-        self._assert_idle("call")
+        return self._call("call", name, *args, **kwargs)
+
+    def _call(self, method: str, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        self._assert_idle(method)
         request = Call(name, cloudpickle.dumps((args, kwargs)))
         requests = self._ask(lambda _: request)
         return tuple(result for each in requests for result in each.response)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return attribute ``name`` of each environment."""
-        return self.call(name)
+        return self._call("get_attr", name)
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set attribute ``name`` of each environment, also of those that a replacement builds.
@@ -155,7 +161,7 @@ class SteppedEnv(VectorEnv):
             raise
 
     def render(self) -> tuple[Any, ...]:
-        return self.call("render")
+        return self._call("render", "render")
 
     @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
@@ -244,8 +250,7 @@ class SteppedEnv(VectorEnv):
             raise AlreadyPendingCallError(
                 f"Calling `{method}` during an evaluation: call `evaluate_wait` first.", "evaluate"
             )
-        # Workers handle these requests in order, so they need not wait for each other.
-        if self._granted and method not in ("send", "evaluate", "call", "set_attr"):
+        if self._granted and method not in WAITING:
             pending, todo = "send", "`recv` all chunks first"
             if self._overlapped is not None:
                 pending, todo = "rollout", "ask for the rollout before with overlap=False"
