@@ -183,7 +183,7 @@ def dump(state: dict[str, Any], file: BinaryIO) -> None:
     """Write a state to a file. Raises OSError if that fails."""
     telling = _Telling(file)
     try:
-        torch.save(state, telling)
+        torch.save(state, cast(BinaryIO, telling))
     except RuntimeError as error:
         raise telling.error or error from None
 
@@ -246,7 +246,7 @@ def lock(directory: str | os.PathLike[str]) -> None:
 
 def rng_state() -> dict[str, Any]:
     """Return the states of Python's, NumPy's, and on each device torch's random numbers."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = cast(Any, np.random.get_state())
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     numpy = [name, keys.tolist(), *rest]
     states = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}

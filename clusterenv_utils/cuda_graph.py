@@ -80,7 +80,7 @@ class CudaGraph:
         device = next(iter(minibatch.values())).device
         self._inputs = {name: torch.empty_like(value) for name, value in minibatch.items()}
         self._rates = [torch.empty((), device=device) for _ in self._optimizer.param_groups]
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def _run_eagerly(self) -> Tensors:
         """Run the step on the graph's stream, and let the current stream wait for it."""

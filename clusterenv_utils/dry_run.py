@@ -34,7 +34,7 @@ def worker_commands(args: ScriptArgs, log_dir: str) -> list[str]:
             probe.ipv6 = ":" in args.bind_address
             with one_line_for(zmq.ZMQError, text=f"--bind-address {args.bind_address}"):
                 probe.bind(listening_address(args.bind_address, "*", keys))
-            address = probe.last_endpoint.decode().removeprefix("tcp://").rpartition(":")[0]
+            address = probe.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")[0]
             address = address.strip("[]")
     key_file = f"{keys}/key" if address else None
     address = listening_address(address, args.port or "PORT", keys)

@@ -88,12 +88,12 @@ class Evaluations:
 
     def go_on(self, step: int) -> None:
         """Collect returns that have arrived, and begin another evaluation if one is due."""
-        if self._envs is None:
+        interval = self._args.eval_interval
+        if self._envs is None or interval is None:
             return
         if time.monotonic() > self._next_look:  # some scripts' iterations take only a millisecond
             self._look()
             self._next_look = time.monotonic() + LOOK_S
-        interval = self._args.eval_interval
         if self._weights is None and step // interval > self._last // interval:
             self._envs.evaluate_async(self._policy, self._args.eval_episodes, **_how(self._args))
             self._last = step

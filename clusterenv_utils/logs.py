@@ -35,7 +35,7 @@ def open_writer(directory: str, args: Any, step: int, is_new: bool) -> SummaryWr
     return writer
 
 
-class NoWriter(nullcontext):
+class NoWriter(nullcontext[None]):
     """Stands in for a `SummaryWriter` where another learner writes. Its methods write nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from clusterenv_runtime import ClusterEnv, ClusterEnvError, EnvError, Interrupted
 
@@ -59,7 +59,7 @@ class Signals:
         if self.code is not None:
             raise Interrupted("interrupted")
 
-    def end(self, then: str = "") -> None:
+    def end(self, then: str = "") -> NoReturn:
         """End the process, which a signal asks for. ``then`` says how to resume the run."""
         if self._speaks:
             print(f"interrupted{then}", file=sys.stderr)
@@ -94,7 +94,7 @@ class Signals:
             is_in_wait = isinstance(error, ClusterEnvError) or is_full
             if (is_in_wait or isinstance(error.__cause__, EnvError)) and self._speaks:
                 _save_after_error(save, to_go_on)
-            if is_full:
+            if is_full and isinstance(error, OSError):
                 raise ScriptError(f"cannot write logs: {error.strerror}") from error
             raise
         finally:

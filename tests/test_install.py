@@ -125,7 +125,7 @@ def test_the_sdist_holds_the_package_and_so_does_the_wheel_that_it_builds(tmp_pa
         shutil.copy(ROOT / name, tree)
     paths = *PACKAGE.rglob("*.py"), *UTILS.rglob("*.py")
     sources = {str(path.relative_to(ROOT)) for path in paths}
-    files = sources | {"clusterenv_runtime/py.typed"}
+    files = sources | {"clusterenv_runtime/py.typed", "clusterenv_utils/py.typed"}
     with tarfile.open(build(tree, "sdist")) as sdist:
         sdist.extractall(tmp_path, filter="data")
     (unpacked,) = tmp_path.glob("clusterenv_runtime-*")

@@ -84,8 +84,10 @@ class Acting(nn.Module):
             params, outputs["next_state"] = self.policy(observation, state)
         else:
             params = self.policy(observation)
-        drawn = self._stochastic
-        actions = self.policy.act(params, inputs["noise"]) if drawn else self.policy.mode(params)
+        if self._stochastic:
+            actions = self.policy.act(params, inputs["noise"])
+        else:
+            actions = self.policy.mode(params)
         return flat({"action": self.policy.to_env(actions), **outputs})
 
     def _converted(self, leaf):

@@ -141,8 +141,7 @@ def on_grid(places, values, grid, last=False):
 def make_settings(runs):
     """Return each setting's runs by a label, made of the flags in which the settings differ."""
     environments = sorted({run.flags.get("env_id", "") for run in runs} - {""})
-    one = "draw each environment alone:"
-    check(len(environments) <= 1, f"{one} {', '.join(environments)}")
+    check(len(environments) <= 1, f"draw each environment alone: {', '.join(environments)}")
     same = SAME | {"env_id"}
     flags = {run: {k: v for k, v in run.flags.items() if k not in same} for run in runs}
     for run, own in flags.items():
@@ -181,7 +180,8 @@ def make_table(settings, tags):
     for label, runs in settings.items():
         cells = []
         for axis in AXES:
-            low, high = (function(round(run.last[axis]) for run in runs) for function in (min, max))
+            lasts = [round(run.last[axis]) for run in runs]
+            low, high = min(lasts), max(lasts)
             cells.append(f"{low:,}" if low == high else f"{low:,} to {high:,}")
         curves = []
         for run in runs:

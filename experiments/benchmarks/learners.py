@@ -12,8 +12,8 @@ is arithmetic: an eighth of one learner's time, plus an all-reduce for each mini
 
 With `--cleanrl`, it measures Atari instead, with one process and with two at the same batch:
 CleanRL's own script for several GPUs, which is not part of this repository
-(https://github.com/vwxyzjn/cleanrl), and `--atari`, which is `ppo_atari_clusterenv.py` with the
-diff of docs/learners.md.
+(https://github.com/vwxyzjn/cleanrl), and `--atari`, your copy of `ppo_atari_clusterenv.py` with the
+lines by which `ppo_multilearner_clusterenv.py` differs from `ppo_clusterenv.py`.
 """
 
 import os

@@ -8,8 +8,9 @@
 
 CleanRL is not part of this repository: clone https://github.com/vwxyzjn/cleanrl and pass the path
 of a script. All scripts run in this Python, CleanRL's both with torch's default threads and with
-one. `ppo.py` has as many environments as our script, and the same settings. For
-`ppo_continuous_action.py`, both scripts have their own defaults, with batches of 2048 steps.
+one. `ppo.py` has the same batches as our script: environments, steps, epochs and minibatches. Each
+has its own learning rate, discounts, reward scale and clipping of values, and only ours overlaps.
+For `ppo_continuous_action.py`, both scripts have their own defaults, with batches of 2048 steps.
 `ppo_atari.py` and `ppo_atari_envpool.py` have the same settings as our script. Prints the training
 steps per second that each script logs, the ratio to the faster of CleanRL's two runs, and the mean
 return of the last 100 episodes. Each round has its own seed.

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.sweeps.process import result_of, write_table
 from experiments.sweeps.sweep import load
+from experiments.tables import result_of, write_table
 from tools.plot import LoggedRun, on_grid
 
 POINTS = 50  # points per curve, evenly spaced in environment steps

@@ -1,6 +1,5 @@
 """The process that runs a configuration, and the files in the configuration's directory."""
 
-import csv
 import ctypes
 import fcntl
 import json
@@ -9,34 +8,12 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.machine import here
-
+from ..machine import here
 from .sweep import Sweep
-
-LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
-
-
-def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a table, of which other processes see all or nothing."""
-    temporary = path.with_name(f".{path.name}")
-    with open(temporary, "w", newline="") as file:
-        columns = dict.fromkeys(name for row in rows for name in row)
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    temporary.replace(path)
-
-
-def result_of(directory: Path) -> dict[str, Any]:
-    """Return a run's summary, machine and directory; nothing if the run has not finished."""
-    try:
-        return dict(json.loads((directory / "result.json").read_text()))
-    except (OSError, ValueError):
-        return {}
 
 
 def is_running(directory: Path) -> bool:
@@ -73,8 +50,8 @@ class Process(subprocess.Popen[bytes]):
             stdout=self._log,
             stderr=subprocess.STDOUT,
             process_group=0,
-            # The kernel ends a run cleanly if this process has ended.
-            preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+            # The kernel ends a run cleanly if this process has ended: PR_SET_PDEATHSIG is 1.
+            preexec_fn=partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM),
         )
 
     def end(self) -> None:

@@ -32,11 +32,11 @@ import tyro
 if not __package__:  # run by its path, perhaps from another directory
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from experiments.sweeps.process import Process, is_running, result_of
+from experiments.sweeps.process import Process, is_running
 from experiments.sweeps.study import Study
 from experiments.sweeps.sweep import Sweep, load
+from experiments.tables import result_of
 
-JOBS = max(len(os.sched_getaffinity(0)) // 3, 1)  # a run has a head and, by default, two workers
 LOOK_S = 0.2  # seconds between two looks at the runs
 # The exit status after a signal, with checkpoints (EX_TEMPFAIL) and without (128 + SIGTERM)
 SAVED, STOPPED = 75, 143
@@ -49,14 +49,14 @@ class Args:
     Attributes:
         file: the sweep, in YAML
         output: where everything goes; by default runs/{name of the file}
-        jobs: runs at once; by default one for each three cores
+        jobs: runs at once; by default one for each three cores, for its head and two workers
         one: run only the next configuration
         count: only print how many configurations have not finished
     """
 
     file: tyro.conf.Positional[Path]
     output: Path | None = None
-    jobs: int = JOBS
+    jobs: int = max(len(os.sched_getaffinity(0)) // 3, 1)
     one: bool = False
     count: bool = False
 
@@ -78,8 +78,10 @@ def run(sweep: Sweep, study: Study, jobs: int, is_one: bool) -> int:
                     continue
                 if failure := process.conclude():
                     failed += 1
-                    text = f"error: {sweep.label(trial.params)} {failure}"
-                    print(f"{text}; see {process.directory}/log.txt", file=sys.stderr)
+                    print(
+                        f"error: {trial.params} {failure}; see {process.directory}/log.txt",
+                        file=sys.stderr,
+                    )
                 study.finish(trial)
                 has_news = True
             while not SIGNALS and len(running) < jobs and (trial := study.take()):
@@ -89,7 +91,7 @@ def run(sweep: Sweep, study: Study, jobs: int, is_one: bool) -> int:
                     has_news = True
                     continue
                 running[Process(sweep, trial.params, directory)] = trial
-                print(f"{directory}: {sweep.label(trial.params)}", flush=True)
+                print(f"{directory}: {trial.params}", flush=True)
                 jobs -= is_one
             if has_news:
                 print(f"{study.write_results()}; {failed} failed", flush=True)
@@ -99,8 +101,7 @@ def run(sweep: Sweep, study: Study, jobs: int, is_one: bool) -> int:
             was_told = True
             for process in running:
                 process.terminate()
-            text = f"stopping {len(running)} runs, which may save; a second Ctrl-C ends them now"
-            print(text if running else "stopped", file=sys.stderr)
+            print(f"stopping {len(running)} runs; a second Ctrl-C ends them now", file=sys.stderr)
         if SIGNALS.count(signal.SIGINT) > 1:
             for process in running:
                 process.end()

@@ -3,16 +3,15 @@
 import fcntl
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import optuna
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from .process import is_running, result_of, write_table
+from ..tables import result_of, write_table
+from .process import is_running
 from .sweep import Sweep
 
 REPEATS = "repeats"  # the attribute of a trial that names the failed one that it repeats
@@ -29,12 +28,12 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         grid = sweep.grid() if sweep.method == "grid" else []
         self._total = len(grid) or sweep.run_cap or 0
-        file = sweep.parameters, sweep.method, sweep.metric, len(grid)  # more draws change nothing
         with self.alone():
             self._study = optuna.create_study(
                 storage=f"sqlite:///{output}/study.db",
                 sampler=TPESampler() if sweep.method == "bayes" else RandomSampler(),
-                study_name=sweep.name_of(file),
+                # More draws are the same study.
+                study_name=sweep.name_of([sweep.parameters, sweep.method, sweep.metric, len(grid)]),
                 direction=sweep.metric.goal,
                 load_if_exists=True,
             )
@@ -44,11 +43,11 @@ class Study:
             for each in grid[len(self._trials()) :]:
                 self._study.enqueue_trial(each)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with open(self._output / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    def alone(self) -> IO[str]:
+        """Return a file, which keeps other processes away until it is closed."""
+        lock = open(self._output / "lock", "w")  # noqa: SIM115
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return lock
 
     def directory(self, configuration: dict[str, Any]) -> Path:
         return self._output / self._sweep.name_of(configuration)
@@ -98,8 +97,7 @@ class Study:
         if not self._trials(TrialState.COMPLETE):
             return done
         best = self._study.best_trial
-        label = self._sweep.label(best.params)
-        return f"{done}; best {self._sweep.metric.name} {best.value:.4g}: {label}"
+        return f"{done}; best {self._sweep.metric.name} {best.value:.4g}: {best.params}"
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         """Return the trials, of these states if there are any, that no other trial repeats."""
