@@ -58,35 +58,24 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     learning_starts: int = 10000
     """timestep to start learning"""
     train_frequency: int = 10
-    """the number of environment steps per gradient step, whatever the number and the speed of the
-    workers
-    """
+    """the number of environment steps per gradient step, for any number of workers"""
 
     # Distribution specific arguments
     torch_threads: int = 1
-    """the number of torch threads in the learner. More gain nothing for networks this small, and
-    stall runs that share the machine
-    """
+    """the number of torch threads in the learner; more gain nothing for networks this small"""
     envs_per_worker: int = 8
     num_steps: int = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: int = 2
-    """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
-    """
+    """chunks each worker may be ahead of the learner; with 1, it waits while a chunk travels"""
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
-    are identical to the last bit
-    """
+    """take chunks in a fixed order, one outstanding per worker, so that a run repeats to the bit"""
     sync_check_frequency: int = 20
-    """gradient steps between publications of the policy, which measure the workers' divergence from
-    it; at most one per chunk
-    """
+    """gradient steps between publications of the policy, at most one per chunk"""
     kl_threshold: float = 0.001
     max_policy_lag: int | None = 40
     save_replay: bool = True
-    """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
-    `--learning-starts` steps
-    """
+    """whether checkpoints hold the replay buffer; if not, a resumed run fills a new one first"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -126,19 +115,19 @@ class ReplayBuffer:
     The names are those of the first transitions that are added.
     """
 
-    def __init__(self, size, device="cpu", in_checkpoints=True):
-        self.size, self.device, self.in_checkpoints = size, torch.device(device), in_checkpoints
+    def __init__(self, size, device="cpu"):
+        self.size, self.device = size, torch.device(device)
         self.inserted, self.columns = 0, {}
 
     def add(self, transitions):
         """Add transitions, arrays `(number, ...)` by name."""
         tensors = {name: torch.from_numpy(values) for name, values in transitions.items()}
         if not self.columns:
-            needed = self.size * sum(values[0].nbytes for values in tensors.values())
-            self.device = device_with_room(needed, self.device)
-            for name, values in tensors.items():
-                shape = self.size, *values.shape[1:]
-                self.columns[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
+            self.device = device_with_room(tensors, self.size, self.device)
+            self.columns = {
+                name: values.new_zeros(self.size, *values.shape[1:], device=self.device)
+                for name, values in tensors.items()
+            }
         number = len(tensors["rewards"])
         places = torch.arange(self.inserted, self.inserted + number, device=self.device) % self.size
         for name, column in self.columns.items():
@@ -146,34 +135,35 @@ class ReplayBuffer:
         self.inserted += number
 
     def sample(self, num_batches, batch_size, device):
-        """Return tensors by name, `(num_batches, batch_size, ...)`, on the learner's device."""
-        num, shape = min(self.inserted, self.size), (num_batches, batch_size)
-        inds = torch.randint(num, (num_batches * batch_size,), device=self.device)
-        return {
-            name: column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device)
-            for name, column in self.columns.items()
-        }
+        """Return tensors by name, `(num_batches, batch_size, ...)`, on the learner's device.
+
+        `inds` are their rows, for example to give these new priorities.
+        """
+        num = min(self.inserted, self.size)
+        self.inds = torch.randint(num, (num_batches, batch_size), device=self.device)
+        return {name: column[self.inds].to(device) for name, column in self.columns.items()}
 
     def state_dict(self):
-        return {"inserted": self.inserted, **self.columns} if self.in_checkpoints else {}
+        return {"inserted": self.inserted, **self.columns}
 
     def load_state_dict(self, state):
         columns = dict(state)
-        self.inserted = columns.pop("inserted", 0)
+        self.inserted = columns.pop("inserted")
+        self.device = device_with_room(columns, self.size, self.device)
         self.columns = {name: values.to(self.device) for name, values in columns.items()}
 
 
 def make_transitions(chunk):
     """Return a chunk's transitions, arrays `(num_steps * num_envs, ...)` by name.
 
-    To look n steps ahead, keep the chunk before: each environment's steps end with its chunk.
+    To look n steps ahead, keep the chunk before of the same environments, `chunk.rows`: their steps
+    end with each chunk, and the chunks of other workers come between.
     """
     next_obs = np.concatenate([chunk.observations[1:], chunk.next_observations[None]])
     # An episode's last step leads to its final observation, not to the one after the reset.
     next_obs[chunk.terminations | chunk.truncations] = chunk.final_observations
-    # Nothing follows a termination, but NaN times 0 would be NaN.
-    ends = next_obs[chunk.terminations]
-    next_obs[chunk.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
+    # Nothing follows a termination, but NaN times 0 would be NaN. All other values are finite.
+    next_obs = np.nan_to_num(next_obs, posinf=0, neginf=0)
     transitions = {
         "obs": chunk.observations, "actions": chunk.actions[..., None], "next_obs": next_obs,
         "rewards": chunk.rewards.astype(np.float32),
@@ -222,8 +212,7 @@ if __name__ == "__main__":
     args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    alike = args.num_envs % args.num_workers == 0
-    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
+    check(args.num_envs % args.num_workers == 0, "--num-workers must divide --num-envs")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
@@ -268,16 +257,14 @@ if __name__ == "__main__":
     # GPU repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
     # `functools.partial` in place of `CudaGraph` for these.
     update_once = CudaGraph(update, optimizer, q_network)
-    rb = ReplayBuffer(args.buffer_size, device, args.save_replay)
-    run.keep("rb", rb)
+    rb = run.keep("rb", ReplayBuffer(args.buffer_size, device), args.save_replay)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
-        first = f"collecting {args.learning_starts} steps"
-        print(f"no replay buffer in the checkpoint: {first} before learning")
+        print(f"no replay buffer in the checkpoint: collecting {args.learning_starts} steps first")
 
     def explore(step):
         duration = args.exploration_fraction * args.total_timesteps
@@ -306,8 +293,8 @@ if __name__ == "__main__":
                 data["td_target"] = compute_td_target(
                     target_network, data["next_obs"], data["rewards"], data["dones"], args.gamma
                 )
-                for batch in zip(*data.values(), strict=True):
-                    losses = update_once(dict(zip(data, batch, strict=True)))
+                for step in range(burst):
+                    losses = update_once({name: part[step] for name, part in data.items()})
                 count.gradient_steps += burst
                 # update target network
                 if count.gradient_steps % target_every == 0:
@@ -318,19 +305,18 @@ if __name__ == "__main__":
             if count.gradient_steps // args.sync_check_frequency > checks:
                 envs.publish(policy)
 
-            if not run.report_is_due():
-                continue
-            # TRY NOT TO MODIFY: record rewards for plotting purposes
-            run.report(chunk, versions=envs.policy_version)
-            writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
-            run.log("losses", {name: values.mean() for name, values in losses.items()})
-            learned = count.gradient_steps * args.batch_size
-            rates = {
-                "consumed_sps": learned / run.seconds,
-                "replay_ratio": learned / run.global_step,
-            }
-            run.log("throughput", rates)
+            if run.report_is_due():
+                # TRY NOT TO MODIFY: record rewards for plotting purposes
+                run.report(chunk, versions=envs.policy_version)
+                writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
+                run.log("losses", {name: values.mean() for name, values in losses.items()})
+                learned = count.gradient_steps * args.batch_size
+                rates = {
+                    "consumed_sps": learned / run.seconds,
+                    "replay_ratio": learned / run.global_step,
+                }
+                run.log("throughput", rates)
 
         policy.epsilon = args.end_e
-        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
-        run.finish(evaluate(args, envs, policy), **steps)
+        returns = evaluate(args, envs, policy)
+        run.finish(returns, gradient_steps=count.gradient_steps, transitions_inserted=rb.inserted)

@@ -27,8 +27,7 @@ class FrameReplayBuffer:
         size: the number of transitions.
         num_frames: the number of frames.
         observation_space: the space of stacks, ``(frame_stack, height, width)``.
-        in_checkpoints: whether the buffer's state is its content; otherwise the state is empty.
-        device: the device of the tensors.
+        device: the learner's, where the tensors are if it has room.
     """
 
     def __init__(
@@ -36,11 +35,12 @@ class FrameReplayBuffer:
         size: int,
         num_frames: int,
         observation_space: gym.Space[Any],
-        in_checkpoints: bool = True,
         device: torch.device | str = "cpu",
     ) -> None:
         stack, *image = observation_space.shape
-        self._in_checkpoints, self._device = in_checkpoints, torch.device(device)
+        frame = int(np.prod(image)) * observation_space.dtype.itemsize
+        num_bytes = num_frames * frame + size * (2 * stack * 8 + 8 + 4 + 4)
+        self._device = device = _device_for(num_bytes, torch.device(device))
         self.size, self.inserted = size, 0
         self.frames = torch.zeros(num_frames, *image, dtype=torch.uint8, device=device)
         self.num_frames = 0  # added so far; frame number n is at n % len(frames)
@@ -51,11 +51,6 @@ class FrameReplayBuffer:
         self.dones = torch.zeros(size, device=device)
         # Of each chunk whose frames are still held, the numbers of its first transition and frame.
         self.chunks: list[tuple[int, int]] = []
-
-    @staticmethod
-    def num_bytes(size: int, num_frames: int, observation_space: gym.Space[Any]) -> int:
-        frame = int(np.prod(observation_space.shape[1:])) * observation_space.dtype.itemsize
-        return num_frames * frame + size * (2 * observation_space.shape[0] * 8 + 8 + 4 + 4)
 
     def add(self, rollout: Rollout) -> None:
         stack, num = self.stacks.shape[-1], rollout.rewards.size
@@ -102,9 +97,7 @@ class FrameReplayBuffer:
         }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the buffer's content, or an empty dict if checkpoints do not hold it."""
-        content = {name: each for name, each in vars(self).items() if not name.startswith("_")}
-        return content if self._in_checkpoints else {}
+        return {name: each for name, each in vars(self).items() if not name.startswith("_")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of `state_dict`. How many frames it has depends on the workers.
@@ -121,8 +114,16 @@ class FrameReplayBuffer:
             setattr(self, name, value)
 
 
-def device_with_room(num_bytes: int, device: torch.device) -> torch.device:
-    """Return the device for a replay buffer: the learner's, if it has room, otherwise the CPU."""
+def device_with_room(
+    tensors: dict[str, torch.Tensor], size: int, device: torch.device
+) -> torch.device:
+    """Return the device for ``size`` rows like the first of each tensor: the learner's, if it has
+    room, otherwise the CPU.
+    """
+    return _device_for(size * sum(each[0].nbytes for each in tensors.values()), device)
+
+
+def _device_for(num_bytes: int, device: torch.device) -> torch.device:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     if num_bytes > SHARE_OF_GPU * free:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

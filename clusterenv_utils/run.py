@@ -203,19 +203,21 @@ class Run:
         """Return the options of the run's `ClusterEnv`: its flags, and where its workers log."""
         return {**self.args.options(), "log_dir": f"{self.path}/workers"}
 
-    def keep(self, name: str, part: T) -> T:
+    def keep(self, name: str, part: T, in_checkpoints: bool = True) -> T:
         """Have checkpoints hold the state of ``part``. Return it, restored in a resumed run.
 
-        The part has the methods ``state_dict`` and ``load_state_dict``.
+        The part has the methods ``state_dict`` and ``load_state_dict``. Without ``in_checkpoints``,
+        new checkpoints hold no state of it. What the resumed one holds is restored all the same.
         """
         if name in self.parts:
             raise ValueError(f"there is a part {name!r} already")
-        self.parts[name] = part
+        self.parts[name] = part if in_checkpoints else None
         if self._saved:
             parts = self._saved.parts
             of_another = f"{self.path} is from another version of this script"
             check(name in parts, f"{of_another}: it has no {name!r}")
-            self._restore(name, lambda: cast(Any, part).load_state_dict(parts[name]))
+            if (state := parts[name]) is not None:
+                self._restore(name, lambda: cast(Any, part).load_state_dict(state))
         return part
 
     def _restore(self, name: str, load: Callable[[], object]) -> None:
@@ -238,7 +240,9 @@ class Run:
         for part in self.parts.values():
             if isinstance(part, torch.nn.Module) and not is_finite(part):
                 raise CheckpointError("the weights are not finite")
-        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        parts = {
+            name: None if part is None else part.state_dict() for name, part in self.parts.items()
+        }
         wandb_id = self._wandb.id if self._wandb else None
         self._unwritten = State(
             asdict(self.args), parts, rng_state(), self.global_step, self.seconds, self.waiting,

@@ -24,7 +24,6 @@ from clusterenv_utils import (
     Run,
     ScriptArgs,
     check,
-    device_with_room,
     evaluate,
     parse,
 )
@@ -62,33 +61,24 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     learning_starts: int = 80000
     """timestep to start learning"""
     train_frequency: int = 4
-    """the number of environment steps per gradient step, whatever the number and the speed of the
-    workers
-    """
+    """the number of environment steps per gradient step, for any number of workers"""
 
     # Distribution specific arguments
     envs_per_worker: int = 8
     num_steps: int = 32
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: int = 2
-    """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
-    """
+    """chunks each worker may be ahead of the learner; with 1, it waits while a chunk travels"""
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
-    are identical to the last bit
-    """
+    """take chunks in a fixed order, one outstanding per worker, so that a run repeats to the bit"""
     sync_check_frequency: int = 250
-    """gradient steps between publications of the policy, which measure the workers' divergence from
-    it; at most one per chunk
-    """
+    """gradient steps between publications of the policy, at most one per chunk"""
     kl_threshold: float = 0.001
     max_policy_lag: int | None = 8
     compile: bool = False
     """compile the losses: gradient steps on a GPU take about 0.9 of the time"""
     save_replay: bool = False
-    """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
-    `--learning-starts` steps
-    """
+    """whether checkpoints hold the replay buffer; if not, a resumed run fills a new one first"""
 
 
 def make_env(env_id, idx, capture_video, run_name, **kwargs):
@@ -188,8 +178,7 @@ if __name__ == "__main__":
     args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    alike = args.num_envs % args.num_workers == 0
-    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
+    check(args.num_envs % args.num_workers == 0, "--num-workers must divide --num-envs")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     target_every, rest = divmod(args.target_network_frequency, args.train_frequency)
@@ -225,10 +214,7 @@ if __name__ == "__main__":
         stacks = shape == (FRAME_STACK, 84, 84)
         check(stacks, f"observations must be stacks of frames, as of Atari, not {shape}")
         num_frames = frames_of(args.buffer_size, args.num_steps, args.chunk_size)
-        needed = FrameReplayBuffer.num_bytes(
-            args.buffer_size, num_frames, envs.single_observation_space
-        )
-        rb_device = device_with_room(needed, device)
+        rb = FrameReplayBuffer(args.buffer_size, num_frames, envs.single_observation_space, device)
     run.keep("envs", envs)
     q_network, policy = make_policy(args, envs)
     run.keep("q_network", q_network.to(device))
@@ -246,17 +232,14 @@ if __name__ == "__main__":
     # GPU repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
     # `functools.partial` in place of `CudaGraph` for these.
     update_once = CudaGraph(update, optimizer, q_network, target_network, args, *functions)
-    space = envs.single_observation_space
-    rb = FrameReplayBuffer(args.buffer_size, num_frames, space, args.save_replay, rb_device)
-    run.keep("rb", rb)
+    run.keep("rb", rb, args.save_replay)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on from their old number.
         learned = count.gradient_steps * args.train_frequency
         count.warm_up = run.global_step + args.learning_starts - learned
-        first = f"collecting {args.learning_starts} steps"
-        print(f"no replay buffer in the checkpoint: {first} before learning")
+        print(f"no replay buffer in the checkpoint: collecting {args.learning_starts} steps first")
 
     def explore(step):
         duration = args.exploration_fraction * args.total_timesteps
@@ -287,19 +270,18 @@ if __name__ == "__main__":
             if count.gradient_steps // args.sync_check_frequency > checks:
                 envs.publish(policy)
 
-            if not run.report_is_due():
-                continue
-            # TRY NOT TO MODIFY: record rewards for plotting purposes
-            run.report(chunk, versions=envs.policy_version)
-            writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
-            run.log("losses", {name: values.mean() for name, values in losses.items()})
-            learned = count.gradient_steps * args.batch_size
-            rates = {
-                "consumed_sps": learned / run.seconds,
-                "replay_ratio": learned / run.global_step,
-            }
-            run.log("throughput", rates)
+            if run.report_is_due():
+                # TRY NOT TO MODIFY: record rewards for plotting purposes
+                run.report(chunk, versions=envs.policy_version)
+                writer.add_scalar("charts/epsilon", policy.epsilon, run.global_step)
+                run.log("losses", {name: values.mean() for name, values in losses.items()})
+                learned = count.gradient_steps * args.batch_size
+                rates = {
+                    "consumed_sps": learned / run.seconds,
+                    "replay_ratio": learned / run.global_step,
+                }
+                run.log("throughput", rates)
 
         policy.epsilon = args.end_e
-        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
-        run.finish(evaluate(args, envs, policy), **steps)
+        returns = evaluate(args, envs, policy)
+        run.finish(returns, gradient_steps=count.gradient_steps, transitions_inserted=rb.inserted)

@@ -35,7 +35,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
 
     # Algorithm specific arguments
     env_id: str = "MinAtar/Breakout-v1"
-    """the id of the environment"""
+    """the id of the environment; the other defaults are tuned for this one"""
     total_timesteps: int = 1000000
     """total timesteps of the experiments"""
     learning_rate: float = 1e-3

@@ -26,7 +26,7 @@ from clusterenv_utils import Run, ScriptArgs, ScriptError, check, evaluate, pars
 
 # The defaults are tuned for LunarLander-v3, and apply to every --env-id. These are CleanRL's:
 CLEANRL = "--learning-rate 2.5e-4 --num-envs 4 --num-minibatches 4 --gamma 0.99 --gae-lambda 0.95"
-CLEANRL += " --clip-vloss --reward-scale 1"
+CLEANRL += " --clip-vloss --reward-scale 1 --total-timesteps 500000"
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
 
     # Algorithm specific arguments
     env_id: str = "LunarLander-v3"
-    """the id of the environment"""
+    """the id of the environment; the other defaults are tuned for this one"""
     total_timesteps: int = 1500000
     """total timesteps of the experiments"""
     learning_rate: float = 2e-3

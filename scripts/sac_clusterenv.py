@@ -7,7 +7,6 @@
 import os
 import random
 from dataclasses import dataclass
-from fractions import Fraction
 
 import gymnasium as gym
 import numpy as np
@@ -48,7 +47,7 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     batch_size: int = 256
     """the batch size of sample from the replay memory"""
     learning_starts: int = 5000
-    """timestep to start learning; until then actions are drawn uniformly"""
+    """timestep to start learning"""
     policy_lr: float = 3e-4
     """the learning rate of the policy network optimizer"""
     q_lr: float = 1e-3
@@ -62,33 +61,24 @@ class Args(ScriptArgs):  # with the flags of all scripts, for example seed and n
     autotune: bool = True
     """automatic tuning of the entropy coefficient"""
     utd: float = 1.0
-    """gradient steps per environment step, whatever the number and the speed of the workers"""
+    """gradient steps per environment step, for any number of workers"""
 
     # Distribution specific arguments
     torch_threads: int = 2
-    """the number of torch threads in the learner. A second one makes steps on batches this large
-    half again as fast. Runs that share the machine do better with one thread each
-    """
+    """the number of torch threads in the learner; runs that share the machine do better with 1"""
     envs_per_worker: int = 1
     num_steps: int = 16
     """the number of steps in each environment per chunk that a worker sends"""
     outstanding: int = 2
-    """chunks each worker may be ahead of the learner; with 1, a worker waits while a chunk travels
-    """
+    """chunks each worker may be ahead of the learner; with 1, it waits while a chunk travels"""
     deterministic: bool = False
-    """take chunks in a fixed order, one outstanding per worker, so that two runs with the same seed
-    are identical to the last bit
-    """
+    """take chunks in a fixed order, one outstanding per worker, so that a run repeats to the bit"""
     sync_check_frequency: int = 20
-    """gradient steps between publications of the policy, which measure the workers' divergence from
-    it; at most one per chunk
-    """
+    """gradient steps between publications of the policy, at most one per chunk"""
     kl_threshold: float = 0.1
     max_policy_lag: int | None = 100
     save_replay: bool = True
-    """whether checkpoints hold the replay buffer; otherwise a resumed run first collects
-    `--learning-starts` steps
-    """
+    """whether checkpoints hold the replay buffer; if not, a resumed run fills a new one first"""
     compile: bool = False
     """compile the losses, which takes up to half a minute; a few percent slower on a CPU"""
 
@@ -154,19 +144,19 @@ class ReplayBuffer:
     The names are those of the first transitions that are added.
     """
 
-    def __init__(self, size, device="cpu", in_checkpoints=True):
-        self.size, self.device, self.in_checkpoints = size, torch.device(device), in_checkpoints
+    def __init__(self, size, device="cpu"):
+        self.size, self.device = size, torch.device(device)
         self.inserted, self.columns = 0, {}
 
     def add(self, transitions):
         """Add transitions, arrays `(number, ...)` by name."""
         tensors = {name: torch.from_numpy(values) for name, values in transitions.items()}
         if not self.columns:
-            needed = self.size * sum(values[0].nbytes for values in tensors.values())
-            self.device = device_with_room(needed, self.device)
-            for name, values in tensors.items():
-                shape = self.size, *values.shape[1:]
-                self.columns[name] = torch.zeros(shape, dtype=values.dtype, device=self.device)
+            self.device = device_with_room(tensors, self.size, self.device)
+            self.columns = {
+                name: values.new_zeros(self.size, *values.shape[1:], device=self.device)
+                for name, values in tensors.items()
+            }
         number = len(tensors["rewards"])
         places = torch.arange(self.inserted, self.inserted + number, device=self.device) % self.size
         for name, column in self.columns.items():
@@ -174,40 +164,43 @@ class ReplayBuffer:
         self.inserted += number
 
     def sample(self, num_batches, batch_size, device):
-        """Return tensors by name, `(num_batches, batch_size, ...)`, on the learner's device."""
-        num, shape = min(self.inserted, self.size), (num_batches, batch_size)
-        inds = torch.randint(num, (num_batches * batch_size,), device=self.device)
-        return {
-            name: column.index_select(0, inds).view(*shape, *column.shape[1:]).to(device)
-            for name, column in self.columns.items()
-        }
+        """Return tensors by name, `(num_batches, batch_size, ...)`, on the learner's device.
+
+        `inds` are their rows, for example to give these new priorities.
+        """
+        num = min(self.inserted, self.size)
+        self.inds = torch.randint(num, (num_batches, batch_size), device=self.device)
+        return {name: column[self.inds].to(device) for name, column in self.columns.items()}
 
     def state_dict(self):
-        return {"inserted": self.inserted, **self.columns} if self.in_checkpoints else {}
+        return {"inserted": self.inserted, **self.columns}
 
     def load_state_dict(self, state):
         columns = dict(state)
-        self.inserted = columns.pop("inserted", 0)
+        self.inserted = columns.pop("inserted")
+        self.device = device_with_room(columns, self.size, self.device)
         self.columns = {name: values.to(self.device) for name, values in columns.items()}
 
 
 def make_transitions(chunk):
     """Return a chunk's transitions, arrays `(num_steps * num_envs, ...)` by name.
 
-    To look n steps ahead, keep the chunk before: each environment's steps end with its chunk.
+    To look n steps ahead, keep the chunk before of the same environments, `chunk.rows`: their steps
+    end with each chunk, and the chunks of other workers come between.
     """
     next_obs = np.concatenate([chunk.observations[1:], chunk.next_observations[None]])
     # An episode's last step leads to its final observation, not to the one after the reset.
     next_obs[chunk.terminations | chunk.truncations] = chunk.final_observations
-    # Nothing follows a termination, but NaN times 0 would be NaN.
-    ends = next_obs[chunk.terminations]
-    next_obs[chunk.terminations] = np.nan_to_num(ends, posinf=0, neginf=0)
+    # Nothing follows a termination, but NaN times 0 would be NaN. All other values are finite.
+    next_obs = np.nan_to_num(next_obs, posinf=0, neginf=0)
     transitions = {
         "obs": chunk.observations, "actions": chunk.actions, "next_obs": next_obs,
-        "rewards": chunk.rewards.astype(np.float32),
-        "dones": chunk.terminations.astype(np.float32),  # a truncation is not a done
+        "rewards": chunk.rewards, "dones": chunk.terminations,  # a truncation is not a done
     }  # fmt: skip
-    return {name: values.reshape(-1, *values.shape[2:]) for name, values in transitions.items()}
+    return {
+        name: values.reshape(-1, *values.shape[2:]).astype(np.float32)
+        for name, values in transitions.items()
+    }
 
 
 def get_action(actor, obs, scale, bias):
@@ -224,35 +217,14 @@ def get_action(actor, obs, scale, bias):
     return y_t * scale + bias, log_prob.sum(-1)
 
 
-@torch.no_grad()
-def compute_next_q_value(
-    targets, next_obs, next_actions, next_log_pi, rewards, dones, alpha, gamma
-):
-    """Return the targets of a batch's Q-values, `(batch_size,)`. A truncation is not a `done`."""
-    qf1_next_target, qf2_next_target = (target(next_obs, next_actions) for target in targets)
-    min_qf_next_target = torch.min(qf1_next_target, qf2_next_target) - alpha * next_log_pi
-    return rewards + (1 - dones) * gamma * min_qf_next_target
-
-
-def actor_loss(qfs, obs, pi, log_pi, alpha):
-    """Return the loss of the actions `pi` that the actor takes now, a scalar."""
-    qf1_pi, qf2_pi = (qf(obs, pi) for qf in qfs)
-    return (alpha * log_pi - torch.min(qf1_pi, qf2_pi)).mean()
-
-
-def alpha_loss(log_alpha, log_pi, target_entropy):
-    """Return the loss of the entropy coefficient, a scalar."""
-    return (-log_alpha.exp() * (log_pi + target_entropy)).mean()
-
-
 def q_loss(qfs, targets, actor, log_alpha, bounds, gamma, batch):
     """Return the loss of both Q-networks on a batch, a scalar, and the scalars to log."""
     with torch.no_grad():
-        next_actions, next_log_pi = get_action(actor, batch["next_obs"], *bounds)
-    next_q_value = compute_next_q_value(
-        targets, batch["next_obs"], next_actions, next_log_pi, batch["rewards"], batch["dones"],
-        log_alpha.exp(), gamma,
-    )  # fmt: skip
+        next_obs, alpha = batch["next_obs"], log_alpha.exp()
+        next_actions, next_log_pi = get_action(actor, next_obs, *bounds)
+        qf1_next_target, qf2_next_target = (target(next_obs, next_actions) for target in targets)
+        min_qf_next_target = torch.min(qf1_next_target, qf2_next_target) - alpha * next_log_pi
+        next_q_value = batch["rewards"] + (1 - batch["dones"]) * gamma * min_qf_next_target
     qf1_a_values, qf2_a_values = (qf(batch["obs"], batch["actions"]) for qf in qfs)
     qf1_loss = F.mse_loss(qf1_a_values, next_q_value)
     qf2_loss = F.mse_loss(qf2_a_values, next_q_value)
@@ -272,9 +244,11 @@ def update_q(optimizer, qfs, targets, actor, log_alpha, bounds, args, loss_fn, b
 
 
 def pi_loss(qfs, actor, log_alpha, bounds, obs):
-    """Return the `actor_loss` of actions that the actor draws, and their log-probabilities."""
+    """Return the loss of actions that the actor draws, a scalar, and their log-probabilities."""
     pi, log_pi = get_action(actor, obs, *bounds)
-    return actor_loss(qfs, obs, pi, log_pi, log_alpha.exp().detach()), log_pi.detach()
+    qf1_pi, qf2_pi = (qf(obs, pi) for qf in qfs)
+    min_qf_pi = torch.min(qf1_pi, qf2_pi)
+    return (log_alpha.exp().detach() * log_pi - min_qf_pi).mean(), log_pi.detach()
 
 
 def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, batch):
@@ -287,7 +261,8 @@ def update_actor(optimizer, qfs, actor, log_alpha, bounds, args, loss_fn, batch)
     optimizer.zero_grad()
     loss.backward(inputs=list(actor.parameters()))  # the Q-networks need no gradients
     if args.autotune:
-        alpha_loss(log_alpha, log_pi, -float(bounds[0].numel())).backward()
+        target_entropy = -bounds[0].numel()
+        (-log_alpha.exp() * (log_pi + target_entropy)).mean().backward()
     optimizer.step()
     return {"actor_loss": loss.detach(), "alpha": log_alpha.exp().detach().clone()}
 
@@ -297,8 +272,7 @@ if __name__ == "__main__":
     args = run.args  # with --resume, the checkpoint's flags, except for flags given now
     args.chunk_size = int(args.num_envs // args.num_workers * args.num_steps)
     args.num_iterations = args.total_timesteps // args.chunk_size
-    alike = args.num_envs % args.num_workers == 0
-    check(alike, "--num-workers must divide --num-envs: all chunks have the same size")
+    check(args.num_envs % args.num_workers == 0, "--num-workers must divide --num-envs")
     room = args.buffer_size >= args.chunk_size
     check(room, f"--buffer-size must be at least a chunk of {args.chunk_size} steps")
     run.begin()
@@ -331,19 +305,16 @@ if __name__ == "__main__":
     run.keep("envs", envs)
     actor, policy = make_policy(args, envs)
     run.keep("actor", actor.to(device))
-    qfs = [run.keep(f"qf{number}", SoftQNetwork(envs).to(device)) for number in (1, 2)]
-    targets = [SoftQNetwork(envs).to(device) for _ in qfs]
-    for number, (target, qf) in enumerate(zip(targets, qfs, strict=True), 1):
-        target.load_state_dict(qf.state_dict())
-        run.keep(f"qf{number}_target", target)
+    qfs = run.keep("qfs", nn.ModuleList([SoftQNetwork(envs) for _ in range(2)]).to(device))
+    targets = nn.ModuleList([SoftQNetwork(envs) for _ in range(2)]).to(device)
+    targets.load_state_dict(qfs.state_dict())
+    run.keep("targets", targets)
     bounds = policy.scale.to(device), policy.bias.to(device)
-    q_parameters = [parameter for qf in qfs for parameter in qf.parameters()]
-    q_adam = optim.Adam(q_parameters, lr=args.q_lr, fused=True)
-    q_optimizer = run.keep("q_optimizer", q_adam)
+    q_optimizer = run.keep("q_optimizer", optim.Adam(qfs.parameters(), lr=args.q_lr, fused=True))
     # Automatic entropy tuning
     log_alpha = nn.Parameter(torch.zeros((), device=device))
     run.keep("entropy", nn.ParameterDict({"log_alpha": log_alpha}))
-    groups = [{"params": list(actor.parameters()), "lr": args.policy_lr}]
+    groups = [{"params": actor.parameters(), "lr": args.policy_lr}]
     if args.autotune:
         groups.append({"params": [log_alpha], "lr": args.q_lr})
     actor_optimizer = run.keep("actor_optimizer", optim.Adam(groups, fused=True))
@@ -354,26 +325,24 @@ if __name__ == "__main__":
     if not args.autotune:
         log_alpha.data.fill_(args.alpha).log_()
     common = actor, log_alpha, bounds, args
-    q_loss_fn, pi_loss_fn = q_loss, pi_loss
+    loss_fns = q_loss, pi_loss
     if args.compile:
         options = {"cpp.use_decompose_tanh": True}  # a tanh that is several times as fast on CPUs
-        q_loss_fn = torch.compile(q_loss, dynamic=False, options=options)
-        pi_loss_fn = torch.compile(pi_loss, dynamic=False, options=options)
+        loss_fns = [torch.compile(each, dynamic=False, options=options) for each in loss_fns]
+    q_loss_fn, pi_loss_fn = loss_fns
     # On a GPU, the Python code of the updates and losses runs only a few times. Then the
     # GPU repeats what it did, and a print, a counter or an `if` in it has no effect any more. Use
     # `functools.partial` in place of `CudaGraph` for these.
     update_q_once = CudaGraph(update_q, q_optimizer, qfs, targets, *common, q_loss_fn)
     update_actor_once = CudaGraph(update_actor, actor_optimizer, qfs, *common, pi_loss_fn)
-    rb = ReplayBuffer(args.buffer_size, device, args.save_replay)
-    run.keep("rb", rb)
+    rb = run.keep("rb", ReplayBuffer(args.buffer_size, device), args.save_replay)
     # warm_up: the environment steps before learning
     count = run.keep("count", Counters(gradient_steps=0, warm_up=args.learning_starts))
-    utd = Fraction(str(args.utd))  # exactly the given decimal, which a float may not be
     if run.global_step and not rb.inserted:
         # After another `learning_starts` steps, gradient steps go on from their old number.
-        count.warm_up = run.global_step + args.learning_starts - int(count.gradient_steps / utd)
-        first = f"collecting {args.learning_starts} steps"
-        print(f"no replay buffer in the checkpoint: {first} before learning")
+        learned = int(count.gradient_steps / args.utd)
+        count.warm_up = run.global_step + args.learning_starts - learned
+        print(f"no replay buffer in the checkpoint: collecting {args.learning_starts} steps first")
 
     def explore(step):
         policy.uniform = float(step < args.learning_starts)
@@ -390,13 +359,12 @@ if __name__ == "__main__":
 
             # ALGO LOGIC: training. `utd` gradient steps per environment step after
             # `learning_starts`.
-            due = int(max(run.global_step - count.warm_up, 0) * utd)
+            due = round(max(run.global_step - count.warm_up, 0) * args.utd)
             checks = count.gradient_steps // args.sync_check_frequency
             number = max(due - count.gradient_steps, 0)  # a run without its buffer collects first
             data = rb.sample(number, args.batch_size, device)
-            data["obs"], data["next_obs"] = data["obs"].float(), data["next_obs"].float()
-            for values in zip(*data.values(), strict=True):
-                batch = dict(zip(data, values, strict=True))
+            for step in range(number):
+                batch = {name: part[step] for name, part in data.items()}
                 losses |= update_q_once(batch)
                 count.gradient_steps += 1
                 if count.gradient_steps % args.policy_frequency == 0:
@@ -404,21 +372,18 @@ if __name__ == "__main__":
                         losses |= update_actor_once({"obs": batch["obs"]})
                 # update the target networks
                 if count.gradient_steps % args.target_network_frequency == 0:
-                    for target, qf in zip(targets, qfs, strict=True):
-                        for target_param, q_param in zip(
-                            target.parameters(), qf.parameters(), strict=True
-                        ):
-                            target_param.data.lerp_(q_param.data, args.tau)
+                    parameters = targets.parameters(), qfs.parameters()
+                    for target_param, q_param in zip(*parameters, strict=True):
+                        target_param.data.lerp_(q_param.data, args.tau)
             # Workers pull between two chunks, so only the last of several publications would count.
             if count.gradient_steps // args.sync_check_frequency > checks:
                 envs.publish(policy)
 
-            if not run.report_is_due():
-                continue
-            # TRY NOT TO MODIFY: record rewards for plotting purposes
-            run.report(chunk, versions=envs.policy_version)
-            run.log("losses", losses)
+            if run.report_is_due():
+                # TRY NOT TO MODIFY: record rewards for plotting purposes
+                run.report(chunk, versions=envs.policy_version)
+                run.log("losses", losses)
 
         policy.uniform = 0.0
-        steps = {"gradient_steps": count.gradient_steps, "transitions_inserted": rb.inserted}
-        run.finish(evaluate(args, envs, policy), **steps)
+        returns = evaluate(args, envs, policy)
+        run.finish(returns, gradient_steps=count.gradient_steps, transitions_inserted=rb.inserted)

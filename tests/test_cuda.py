@@ -145,6 +145,23 @@ def test_a_graph_that_computes_something_else_ends_the_run_in_one_line(no_gpu, r
             take(learner, graph, range(3, 4))
 
 
+@pytest.mark.parametrize("size", [1e-5, 1, 1e5])
+def test_a_wrong_loss_is_found_if_all_losses_are_small_or_large(no_gpu, size):
+    def update(optimizer, minibatch):
+        return {"loss": size * minibatch["rewards"].mean()}
+
+    def replays(step, minibatch):
+        return {"loss": 1.1 * step(minibatch)["loss"]}
+
+    learner = make("ppo", "cpu")
+    graph = Graph(replays, update, learner.optimizer)
+    rewards = torch.ones(4).as_subclass(OnGpu)
+    for _ in range(3):
+        graph({"rewards": rewards})
+    with pytest.raises(ScriptError, match="loss of update is"):
+        graph({"rewards": rewards})
+
+
 @on_gpu
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_steps_of_a_graph_equal_eager_steps(name):
@@ -233,7 +250,7 @@ LOOPS = {  # flags, and the first and last line of the part that must not wait
     "dqn_clusterenv.py": ("--learning-starts 512", "while count.gradient_steps", "lerp_"),
     "scripts/sac_clusterenv.py": (
         "--env-id Pendulum-v1 --total-timesteps 1024 --learning-starts 512",
-        "for values in zip", "lerp_",
+        "for step in range(number)", "lerp_",
     ),
 }  # fmt: skip
 
@@ -265,10 +282,11 @@ def test_between_the_advantages_and_the_report_nothing_waits(tmp_path, script):
 @on_gpu
 def test_a_replay_buffer_is_on_the_gpu_if_it_fits_there(monkeypatch, capsys):
     gpu = torch.device("cuda")
-    assert device_with_room(2**20, gpu) == gpu
+    rows = {"obs": torch.zeros(2, 256), "dones": torch.zeros(2, 256)}  # 2 KiB each
+    assert device_with_room(rows, 2**9, gpu) == gpu
     assert "1.0 MiB on the cuda" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**20, 2**40))
-    assert device_with_room(2**20, gpu) == torch.device("cpu")
+    assert device_with_room(rows, 2**9, gpu) == torch.device("cpu")
     assert "on the cpu" in capsys.readouterr().out
 
 
@@ -278,11 +296,7 @@ def test_a_replay_buffer_on_a_gpu_holds_what_one_in_memory_does(has_frames):
     space = gym.spaces.Box(0, 255, (4, 1, 1), np.uint8)
 
     def make(device):
-        return (
-            FrameReplayBuffer(30, 200, space, True, device)
-            if has_frames
-            else ReplayBuffer(30, device)
-        )
+        return FrameReplayBuffer(30, 200, space, device) if has_frames else ReplayBuffer(30, device)
 
     here, there, back = make("cpu"), make("cuda"), make("cpu")
     for number in range(6):

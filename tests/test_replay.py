@@ -21,7 +21,23 @@ def test_a_researchers_own_value_of_a_transition_is_sampled_and_resumed():
     other.load_state_dict(rb.state_dict())
     for each in (rb, other):
         assert each.sample(1, 50, "cpu")["priorities"].unique().tolist() == [0, 1, 2]
-        assert ReplayBuffer(4, in_checkpoints=False).state_dict() == {}
+
+
+def test_the_rows_of_a_sample_can_be_given_new_priorities():
+    rb = ReplayBuffer(40)
+    rb.add({"rewards": np.arange(40, dtype=np.float32), "priorities": np.zeros(40)})
+    drawn = rb.sample(2, 8, "cpu")
+    rb.columns["priorities"][rb.inds] = drawn["rewards"].double()
+    changed = rb.columns["priorities"].nonzero().flatten().tolist()
+    assert changed == sorted({*drawn["rewards"].int().flatten().tolist()} - {0})
+
+
+def test_a_resumed_buffer_is_in_memory_if_the_gpu_has_no_room(monkeypatch):
+    rb, resumed = ReplayBuffer(4), ReplayBuffer(4, "cuda")
+    rb.add({"rewards": np.ones(3, np.float32)})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2**40))
+    resumed.load_state_dict(rb.state_dict())
+    assert resumed.device.type == resumed.columns["rewards"].device.type == "cpu"
 
 
 def test_a_buffer_that_no_memory_has_room_for_is_refused():

@@ -110,12 +110,14 @@ def new_run(tmp_path, monkeypatch):
 def test_kept_objects_get_their_state_from_the_checkpoint(new_run):
     curve = new_run().curve.state_dict()
     parts = {"curve": curve, "count": {"a": 3}, "net": {"weight": torch.ones(1, 1)}}
+    parts["left out"] = None
     run = new_run(parts)
     assert (run.global_step, run.name, run.path) == (8, "x", "runs/x")
     assert vars(run.keep("count", Counters(a=0, b=5))) == {"a": 3, "b": 5}
     numbers = Counters(a=np.float64(1.5), b=np.int64(2)).state_dict()  # as of sums of rewards
     assert numbers == {"a": 1.5, "b": 2} and set(map(type, numbers.values())) == {float, int}
     assert run.keep("net", torch.nn.Linear(1, 1, bias=False)).weight.item() == 1
+    assert run.keep("left out", Counters(a=1), False).a == 1
     with pytest.raises(ValueError, match="there is a part 'net' already"):
         run.keep("net", Counters())
 

@@ -83,14 +83,17 @@ def learner(way: str) -> Callable[[int], None]:
     update_q, update_actor = (maybe(each, WAYS[2]) for each in (sac.update_q, sac.update_actor))
     q_loss, pi_loss = (maybe(each, WAYS[1]) for each in (sac.q_loss, sac.pi_loss))
     shape = NUM_BATCHES, BATCH_SIZE
-    data = torch.randn(*shape, 17), torch.rand(*shape, 6), torch.randn(*shape, 17)
-    data += torch.randn(shape), torch.zeros(shape)
+    data = {
+        "obs": torch.randn(*shape, 17), "actions": torch.rand(*shape, 6),
+        "next_obs": torch.randn(*shape, 17), "rewards": torch.randn(shape),
+        "dones": torch.zeros(shape),
+    }  # fmt: skip
 
     def step(number):
-        batch = [column[number % NUM_BATCHES] for column in data]
-        update_q(q_adam, qfs, targets, actor, log_alpha, bounds, args, q_loss, *batch)
+        batch = {name: part[number % NUM_BATCHES] for name, part in data.items()}
+        update_q(q_adam, qfs, targets, actor, log_alpha, bounds, args, q_loss, batch)
         for _ in range(2 if number % 2 == 0 else 0):
-            update_actor(adam, qfs, actor, log_alpha, bounds, args, pi_loss, batch[0])
+            update_actor(adam, qfs, actor, log_alpha, bounds, args, pi_loss, {"obs": batch["obs"]})
         if flat:
             flat[1].lerp_(flat[0], 0.005)
         else:

@@ -162,9 +162,9 @@ def main(output, script, interrupt, *flags):
         if interrupt and len(recording.calls) == int(interrupt):
             signal.raise_signal(signal.SIGTERM)
 
-    def keep_noted(run, name, part):
+    def keep_noted(run, name, part, *more):
         kept[name] = part
-        return keep(run, name, part)
+        return keep(run, name, part, *more)
 
     def evaluate(args, envs, policy):
         kept["evaluated"] = policy

@@ -58,7 +58,7 @@ def test_no_script_learns_from_the_observation_that_terminates_an_episode(tmp_pa
     folder, summary = scripts.train(script, tmp_path, *flags.split(), "--total-timesteps", "320")
     assert summary["mean_return_100"] == 5
     parts = load_checkpoint(folder)["parts"]
-    networks = parts.keys() & {"agent", "q_network", "actor", "qf1"}
+    networks = parts.keys() & {"agent", "q_network", "actor", "qfs"}
     assert networks and all(
         value.isfinite().all() for name in networks for value in parts[name].values()
     )

@@ -74,32 +74,18 @@ def test_the_actor_is_as_cleanrls_and_keeps_deviations_within_bounds():
     assert (actor(torch.randn(4, 3))[1] == -1.5).all()
 
 
-def test_next_values_use_the_smaller_q_and_the_entropy_except_after_terminations():
-    qfs = [lambda obs, a: obs.sum(-1) + a.sum(-1), lambda obs, a: 2 * obs.sum(-1) - a.sum(-1)]
-    obs, actions = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0.5], [4.0], [-1.0]])
-    log_pi, rewards = torch.tensor([0.1, -0.2, 0.3]), torch.tensor([1.0, 2.0, 3.0])
-    dones = torch.tensor([0.0, 0.0, 1.0])
-    found = sac.compute_next_q_value(qfs, obs, actions, log_pi, rewards, dones, 0.5, 0.9)
-    smaller = [min(1 + 0.5, 2 - 0.5), min(2 + 4, 4 - 4), min(3 - 1, 6 + 1)]
-    expected = [
-        rewards[i] + (1 - dones[i]) * 0.9 * (smaller[i] - 0.5 * log_pi[i]) for i in range(3)
-    ]
-    torch.testing.assert_close(found, torch.stack(expected))
-    assert not found.requires_grad
-
-
 def parts(autotune=True):
     """Return networks, optimizers and a batch like the script's."""
-    actor, qfs, targets = sac.Actor(ENVS), *([sac.SoftQNetwork(ENVS) for _ in "12"] for _ in "ab")
+    actor = sac.Actor(ENVS)
+    qfs, targets = (nn.ModuleList([sac.SoftQNetwork(ENVS) for _ in "12"]) for _ in "ab")
     log_alpha = nn.Parameter(torch.tensor(-0.3))
-    q_parameters = [parameter for qf in qfs for parameter in qf.parameters()]
-    q_optimizer = torch.optim.SGD(q_parameters, lr=0.1)
+    q_optimizer = torch.optim.SGD(qfs.parameters(), lr=0.1)
     groups = [{"params": list(actor.parameters()), "lr": 0.1}]
     groups += [{"params": [log_alpha], "lr": 0.01}] * autotune
     args = SimpleNamespace(gamma=0.9, autotune=autotune)
     batch = {
         "obs": torch.randn(8, 3), "actions": torch.rand(8, 2), "next_obs": torch.randn(8, 3),
-        "rewards": torch.randn(8), "dones": torch.zeros(8),
+        "rewards": torch.randn(8), "dones": torch.arange(8.0) % 2,
     }  # fmt: skip
     fixed = actor, log_alpha, (SCALE, BIAS), args
     return q_optimizer, torch.optim.SGD(groups), qfs, targets, fixed, batch
@@ -255,21 +241,21 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
     space = gym.spaces.Box(-1, 3, drawn.shape[1:])
     obs_space = gym.spaces.Box(-1, 1, parts["rb"]["obs"].shape[1:])
     envs = SimpleNamespace(single_observation_space=obs_space, single_action_space=space)
-    names = "qf1", "qf2", "qf1_target", "qf2_target", "actor"
-    nets = {name: (sac.Actor if name == "actor" else sac.SoftQNetwork)(envs) for name in names}
+    actor = sac.Actor(envs)
+    qfs, targets = (nn.ModuleList([sac.SoftQNetwork(envs) for _ in "12"]) for _ in "ab")
+    nets = {"actor": actor, "qfs": qfs, "targets": targets}
     for name, net in nets.items():
         net.load_state_dict(recording.parts[name])
-    actor, qfs = nets["actor"], [nets["qf1"], nets["qf2"]]
-    for name in "qf1", "qf2":
-        assert torch.equal(weights(nets[name]), weights(nets[f"{name}_target"]))
+    assert torch.equal(weights(qfs), weights(targets))
+    assert not torch.equal(weights(qfs[0]), weights(qfs[1]))
     assert recording.parts["entropy"]["log_alpha"] == 0
     log_alpha = nn.Parameter(torch.zeros(()))
     bounds = torch.full(drawn.shape[1:], 2.0), torch.ones(drawn.shape[1])
     args = SimpleNamespace(gamma=0.99, autotune=True)
-    q_adam = torch.optim.Adam([p for qf in qfs for p in qf.parameters()], lr=1e-3, fused=True)
+    q_adam = torch.optim.Adam(qfs.parameters(), lr=1e-3, fused=True)
     groups = [{"params": list(actor.parameters()), "lr": 3e-4}, {"params": [log_alpha], "lr": 1e-3}]
     adam = torch.optim.Adam(groups, fused=True)
-    rb, targets, number = sac.ReplayBuffer(60), names[2:4], 0
+    rb, number = sac.ReplayBuffer(60), 0
     acting = []
     for chunk, (first, call) in enumerate(zip((0, 0, 0, 0, 7, 14), recording.calls, strict=True)):
         call.rollout.actions = 2 * np.tanh(call.rollout.actions) + 1
@@ -279,14 +265,13 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
         for values in zip(*drawn.values(), strict=True):
             batch = dict(zip(drawn, values, strict=True))
             rest = actor, log_alpha, bounds, args
-            sac.update_q(q_adam, qfs, [nets[name] for name in targets], *rest, sac.q_loss, batch)
+            sac.update_q(q_adam, qfs, targets, *rest, sac.q_loss, batch)
             number += 1
             for _ in range(3 if number % 3 == 0 else 0):
                 sac.update_actor(adam, qfs, *rest, sac.pi_loss, batch)
-            for fast, slow in zip(("qf1", "qf2"), targets, strict=True) if number % 2 == 0 else ():
-                pairs = zip(nets[slow].parameters(), nets[fast].parameters(), strict=True)
-                for slow_param, fast_param in pairs:
-                    slow_param.data = 0.75 * slow_param.data + 0.25 * fast_param.data
+            if number % 2 == 0:
+                for slow, fast in zip(targets.parameters(), qfs.parameters(), strict=True):
+                    slow.data = 0.75 * slow.data + 0.25 * fast.data
         if first // 10 < number // 10:
             acting.append(weights(actor))
     for name, net in nets.items():
@@ -303,7 +288,7 @@ def test_the_loop_takes_its_steps_when_they_are_due(tmp_path):
 
 def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
     diff = re.search(r"```diff\n(.*?)```", (scripts.ROOT / "docs/sac.md").read_text(), re.S)[1]
-    assert len(re.findall(r"^\+[^+\n]", diff, re.M)) == 27
+    assert len(re.findall(r"^\+[^+\n]", diff, re.M)) == 28
     (tmp_path / "scripts").mkdir()
     script = shutil.copy(scripts.ROOT / "scripts/sac_clusterenv.py", tmp_path / "scripts")
     subprocess.run(["patch", "-p0"], cwd=tmp_path, input=diff, text=True, check=True)
@@ -323,7 +308,8 @@ def test_the_pages_diff_makes_td3_of_the_script(tmp_path):
     assert noise[:, 1].min() == pytest.approx(-0.05) and not log_pi.any()
     pi, _ = td3.get_action(actor, torch.zeros(4, 3), SCALE, BIAS)
     torch.testing.assert_close(pi, (actor.mean * SCALE + BIAS).expand(4, 2))
-    assert td3.actor_loss(qfs, None, pi, log_pi, 0.2).item() == pytest.approx(-pi[0].sum().item())
+    loss, _ = td3.pi_loss(qfs, actor, torch.zeros(()), (SCALE, BIAS), torch.zeros(4, 3))
+    assert loss.item() == pytest.approx(-pi[0].sum().item())
     policy = td3.NoisyPolicy(td3.Actor(ENVS), SPACE)
     params = policy(torch.zeros(4000, 3)).detach()
     drawn, even, _ = policy.noise(1, params, torch.Generator().manual_seed(3))
