@@ -5,10 +5,8 @@ everything is installed there, and nobody would notice a test that never runs. I
 a system call, the test is skipped everywhere.
 """
 
-import errno
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -38,17 +36,6 @@ def refusal_of_namespaces(*kinds):
     flags = sum(NAMESPACES[kind] for kind in kinds)
     code = subprocess.run([sys.executable, "-c", UNSHARE, str(flags)]).returncode
     return os.strerror(code) if code else None
-
-
-def refusal_of_ipv6():
-    """Return why the kernel refuses the address ::1, or None if it does not."""
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            raise
-        return error.strerror
-    return None
 
 
 def process_namespace():

@@ -153,22 +153,3 @@ def test_environments_get_the_mapped_actions_and_the_rollout_has_the_drawn_ones(
 def test_a_logstd_that_is_computed_from_a_parameter_is_refused():
     with pytest.raises(TypeError, match="actor_logstd must be an nn.Parameter, got a Tensor"):
         GaussianPolicy(linear(1, 2), nn.Parameter(torch.zeros(1, 2)).clamp(-5, 2))
-
-
-def test_an_evaluation_never_tries_the_policy_at_the_head():
-    """A policy on a GPU would have to be moved for that."""
-
-    class Away(CategoricalPolicy):
-        def forward(self, observations):
-            assert not self.is_home
-            return super().forward(observations)
-
-        def __getstate__(self):
-            return super().__getstate__() | {"is_home": False}
-
-    policy = Away(linear(1, 2))
-    policy.is_home = True
-    with ClusterEnv([CountingEnv] * 2, 2, sync_mode="always") as envs:
-        envs.reset()
-        for deterministic in (False, True):
-            assert envs.evaluate(policy, 3, deterministic=deterministic).ended.all()

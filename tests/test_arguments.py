@@ -192,37 +192,6 @@ def test_an_invalid_value_in_a_checkpoint_is_one_line(run_x, monkeypatch, path, 
     assert says in refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x")
 
 
-ESCAPE = "\x1b[2J"  # clears a terminal
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("env_id", f"Pong{ESCAPE}"),  # differs from the command line's value
-        ("env_kwargs", f"a={ESCAPE}"),
-        ("launcher", f"slurm{ESCAPE}"),
-        (f"unknown{ESCAPE}", 1),  # a flag of another script
-        ("learning_rate", ESCAPE),  # not a number
-    ],
-)
-def test_escape_sequences_in_a_checkpoint_do_not_reach_the_terminal(
-    run_x, monkeypatch, name, value
-):
-    args = {**vars(ppo_clusterenv.Args()), name: value}
-    save_checkpoint("runs/x", whole(args, 6), 6)
-    another = ["--env-id", "Acrobot-v1"] if name == "env_id" else []
-    line = refusal(monkeypatch, ppo_clusterenv.Args, "--resume", "runs/x", *another)
-    assert line.isprintable()
-    assert name == "learning_rate" or r"\x1b[2J" in line
-
-
-def test_the_line_that_says_how_to_resume_is_printable(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["script.py"])
-    args = ppo_clusterenv.Args(worker_prefix=f"nice {ESCAPE}")
-    line = arguments.resume_command(args, f"runs/{ESCAPE}", ["python"])
-    assert line == r"python script.py '--worker-prefix=nice \x1b[2J' --resume 'runs/\x1b[2J'"
-
-
 def test_a_run_of_the_other_script_or_a_damaged_one_is_one_line(run_x, monkeypatch, caplog):
     assert "--clip-coef" in refusal(monkeypatch, dqn_clusterenv.Args, "--resume", "runs/x")
     (path,) = saved_in(Path("runs/x"))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from functools import partial
 
@@ -268,21 +267,6 @@ def test_a_cluster_that_its_own_functions_refer_to_is_closed_when_it_is_garbage(
     with at_most():
         gc.collect()
         assert not workers()
-
-
-@pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_close_waits_for_the_threads_of_environments(tmp_path, how):
-    def write():
-        time.sleep(0.5)
-        (tmp_path / "written").touch()
-
-    class WritingEnv(CountingEnv):
-        def close(self):
-            threading.Thread(target=write).start()
-
-    with ClusterEnv([WritingEnv], close_timeout=HOUR, worker_start=how) as envs:
-        envs.reset()
-    assert os.listdir(tmp_path) == ["written"]
 
 
 def test_after_an_error_in_close_the_others_are_closed(tmp_path):

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv, EnvError, Interrupted
-from clusterenv_runtime.pickling import MAX_FRAME
 
 from .envs import CountingEnv, CustomError, FailingEnv, NumberedError, RandomEnv, assert_same
 from .nets import linear
@@ -121,19 +120,6 @@ def test_an_exception_class_that_only_workers_have_is_raised_as_its_nearest_base
             envs.step([0])
     assert type(caught.value) is ArithmeticError
     assert "raised simlib.Unstable: at 7 m/s" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    "text", ["a name \udcff of bytes", "x" * 2 * MAX_FRAME], ids=["lone surrogate", "long"]
-)
-def test_an_exceptions_text_arrives_whole(workers, text):
-    with at_most(), pytest.raises(ValueError) as caught:
-        run_until_it_raises("step", ValueError(text), 3)
-    assert type(caught.value) is ValueError and str(caught.value) == text
-    cause = str(caught.value.__cause__)
-    assert text in cause
-    assert "in _fail_in\n    raise self.error" in cause
-    assert not workers()
 
 
 class OnceEnv(RandomEnv):

@@ -6,22 +6,18 @@ import socket
 import sys
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
 from clusterenv_runtime import CategoricalPolicy, ClusterEnv
-from clusterenv_utils import Run, ScriptArgs, ScriptError
+from clusterenv_utils import Run, ScriptArgs
 from clusterenv_utils.checkpoint import load_checkpoint
-from clusterenv_utils.evaluation import Evaluations
 from clusterenv_utils.trained import load_model
 
 from . import scripts
 from .envs import CountingEnv
-from .nets import linear
 from .patience import wait_until
 from .scripts import PPO, TINY
 from .slurm.machine import free_ports
@@ -148,32 +144,6 @@ def test_the_last_evaluation_is_in_the_last_checkpoint_and_frees_its_port(tmp_pa
         (found,) = load_checkpoint("runs/x")["parts"]["curve"]["evaluations"]
         assert found == (50, 6.0)
         socket.create_server(("127.0.0.1", port + 1)).close()
-
-
-def test_environments_that_record_videos_are_left_to_training(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "clusterenv_utils.evaluation.ClusterEnv",
-        lambda env_fns, **options: made.append((env_fns, options["num_envs"])),
-    )
-
-    class Envs:
-        env_fns = ["records", "one", "another"]
-        num_envs = 3
-        num_workers = 1
-
-    rest = linear(1, 2), None, SimpleNamespace(evaluations=[]), SimpleNamespace(log_dir=".")
-    for records in True, False:
-        args = Args(eval_interval=8, capture_video=records, eval_episodes=20)
-        Evaluations(args, Envs, *rest)
-    assert made == [(["one", "another"], 2), (["records", "one", "another"], 3)]
-    make = Envs.env_fns = partial(gym.make_vec, "CartPole-v1")
-    Evaluations(Args(eval_interval=8), Envs, *rest)
-    assert made[-1] == (make, 3)
-    Envs.env_fns = ["records"]
-    args = Args(eval_interval=8, capture_video=True)
-    with pytest.raises(ScriptError, match="needs a second environment"):
-        Evaluations(args, Envs, *rest)
 
 
 @pytest.mark.long

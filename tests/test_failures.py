@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +16,9 @@ from clusterenv_runtime import (
     CategoricalPolicy,
     ClusterEnv,
     LocalLauncher,
-    StartupError,
     WorkerDiedError,
 )
-from clusterenv_runtime.messages import PROTOCOL_VERSION, read_hello
+from clusterenv_runtime.messages import read_hello
 
 from .envs import BlockingEnv, CountingEnv, LeavingEnv
 from .machine import process_namespace
@@ -154,41 +152,6 @@ def test_the_first_process_of_a_container_ends_when_it_is_terminated(tmp_path):
             process.wait()
 
 
-# Workers that do not start.
-
-
-@pytest.fixture
-def instead_of_python(monkeypatch, tmp_path):
-    """Return a function that makes workers run a shell script instead, with the same arguments."""
-
-    def replace(script):
-        path = tmp_path / "python"
-        path.write_text(f"#!/bin/sh\nuntil [ $1 = -c ]; do shift; done; shift 2\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setattr(sys, "executable", str(path))
-
-    return replace
-
-
-def test_workers_that_say_nothing(instead_of_python, monkeypatch):
-    instead_of_python(f"exec sleep {HOUR}")
-    start, started = subprocess.Popen, []
-
-    def start_and_note(*args, **kwargs):
-        started.append(start(*args, **kwargs))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", start_and_note)
-    text = (
-        r"worker 0 \(.*environments 0 to 1\), worker 1 \(.*environments 2 to 2\) did not come up "
-        r".* within 0\.5 s"
-    )
-    # Sooner than with the default timeout, a minute.
-    with at_most(45), pytest.raises(StartupError, match=text):
-        ClusterEnv([CountingEnv] * 3, 2, startup_timeout=0.5, worker_start="spawn")
-    assert len(started) == 2 and all(process.returncode is not None for process in started)
-
-
 def test_a_launcher_serves_one_cluster():
     launcher = LocalLauncher()
     with ClusterEnv([CountingEnv], 1, launcher=launcher) as envs:
@@ -198,41 +161,3 @@ def test_a_launcher_serves_one_cluster():
             ClusterEnv([CountingEnv], 1, launcher=launcher)
         envs.reset()
         envs.step([0])  # its worker is still there
-
-
-@pytest.mark.parametrize(
-    "patch, text",
-    [
-        (
-            "PROTOCOL_VERSION = 99",
-            rf"worker [01] .* speaks protocol 99, the head {PROTOCOL_VERSION}: install the same",
-        ),
-        (
-            "shared_versions = lambda: {'numpy': '0.1'}",
-            r"worker [01] .* runs numpy 0\.1 \(head: .*\): install the same",
-        ),
-    ],
-)
-def test_workers_that_do_not_match(workers, instead_of_python, patch, text):
-    imports = (
-        "from clusterenv_runtime import messages; from clusterenv_runtime.worker.__main__ import "
-        "main"
-    )
-    code = f"{imports}; messages.{patch}; main()"
-    instead_of_python(f'exec {sys.executable} -c "{code}" "$@"')
-    with at_most(), pytest.raises(StartupError, match=text):
-        ClusterEnv([CountingEnv] * 2, 2, startup_timeout=HOUR, worker_start="spawn")
-    assert not workers()
-
-
-# Events that are not failures.
-
-
-def test_a_log_that_cannot_be_opened_again_ends_the_run_with_one_line(tmp_path, workers):
-    with ClusterEnv([CountingEnv], 1, log_dir=tmp_path / "logs") as envs:
-        envs.reset()
-        shutil.rmtree(tmp_path / "logs")
-        kill(next(iter(workers())))
-        text = r"killed by SIGKILL; no replacement can be started: \[Errno 2\] No such file .*log'$"
-        with pytest.raises(WorkerDiedError, match=text):
-            envs.step([0])

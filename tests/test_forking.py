@@ -1,14 +1,11 @@
 """Workers that are forked from one process, the fork server."""
 
-import errno
 import math
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -17,12 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from clusterenv_runtime import ClusterEnv, StartupError, WorkerDiedError
-from clusterenv_runtime.launchers import fork_server
+from clusterenv_runtime import ClusterEnv
 from clusterenv_runtime.launchers.local import import_path
 
 from .envs import CountingEnv
-from .patience import wait_until
 
 
 def server_of(pid):
@@ -32,9 +27,6 @@ def server_of(pid):
 
 class TellingEnv(CountingEnv):
     """Describes its worker's process."""
-
-    def rendered_by(self):
-        return sys.modules["renders"].BY
 
     def tell(self):
         return {
@@ -75,15 +67,6 @@ def test_workers_are_forked_from_one_process_and_resemble_spawned_workers(monkey
         assert envs.call("tell")[0]["path"] == import_path()
 
 
-def test_a_preloaded_module_sees_the_variables_of_its_own_cluster_env(monkeypatch, tmp_path):
-    (tmp_path / "renders.py").write_text("import os\nBY = os.environ.get('RENDERS_BY')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for by in ("one", "other"):
-        monkeypatch.setenv("RENDERS_BY", by)
-        with ClusterEnv([TellingEnv], 1, worker_preload="renders") as envs:
-            assert envs.call("rendered_by") == (by,)
-
-
 def test_timeouts_may_be_infinite():
     forever = {"startup_timeout": math.inf, "worker_timeout": math.inf, "close_timeout": math.inf}
     # With a module to preload, another process is started that forks.
@@ -106,44 +89,6 @@ def test_the_process_that_forks_has_one_thread_one_socket_and_no_keys():
 def test_preloading_is_for_workers_that_are_forked(options):
     with pytest.raises(ValueError, match="^worker_preload is for forked workers"):
         ClusterEnv([CountingEnv], 1, worker_preload="wave", **options)
-
-
-def test_a_fork_that_the_system_refuses_ends_the_run_with_one_line(tmp_path, monkeypatch):
-    code = """
-    import errno, os
-    fork, times = os.fork, 0
-    def refuse():
-        global times
-        times += 1
-        if times > 2:
-            raise BlockingIOError(errno.EAGAIN, "no more processes")
-        return fork()
-    os.fork = refuse
-    """
-    (tmp_path / "no_forks.py").write_text(textwrap.dedent(code))
-    monkeypatch.syspath_prepend(tmp_path)
-    text = r"a worker cannot be forked: \[Errno 11\] no more processes"
-    with ClusterEnv([TellingEnv] * 2, 2, worker_preload="no_forks") as envs:
-        envs.reset()
-        os.kill(envs.call("tell")[1]["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match=f"; no replacement can be started: {text}$"):
-            wait_until(lambda: envs.step([0, 0])[3][1])
-    with pytest.raises(StartupError, match=f"^{text}$"):
-        ClusterEnv([TellingEnv], 1, worker_preload="no_forks")
-
-
-def test_a_replacement_starts_even_if_the_next_fork_server_cannot(monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with ClusterEnv([TellingEnv] * 2, 2) as envs:
-        envs.reset()
-        pid = envs.call("tell")[1]["pid"]
-        monkeypatch.setattr(fork_server.socket, "socketpair", refuse)
-        os.kill(server_of(pid), signal.SIGKILL)
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: envs.step([0, 0])[3][1])
-        assert server_of(envs.call("tell")[1]["pid"]) == os.getpid()
 
 
 class OddEnv(CountingEnv):

@@ -4,8 +4,6 @@ test lifts the limit.
 
 import errno
 import resource
-import subprocess
-import sys
 
 import pytest
 
@@ -15,7 +13,6 @@ from clusterenv_utils.checkpoint import load_checkpoint
 
 from . import scripts
 from .patience import PATIENCE, wait_until
-from .scripts import environment
 from .test_checkpoint import saved_in
 from .test_resume import LONG, check_the_whole_run
 
@@ -65,15 +62,3 @@ def test_a_run_that_cannot_begin_its_logs_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "SummaryWriter", full)
     with pytest.raises(ScriptError, match="^cannot write to runs/x: No space left on device$"):
         Run(ppo_clusterenv.Args(run_name="x")).begin()
-
-
-def test_output_that_cannot_be_written_ends_no_run(tmp_path):
-    flags = [*scripts.TINY[scripts.PPO], "--run-name", "x"]
-    with open("/dev/full", "w") as file:
-        result = subprocess.run(
-            [sys.executable, str(scripts.ROOT / scripts.PPO), *flags], cwd=tmp_path,
-            env=environment(PYTHONUNBUFFERED="1"), stdout=file, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    # With buffered output, Python itself would report an error at its exit.
-    assert (result.stderr, result.returncode) == ("", 0)
-    check_the_whole_run(scripts.PPO, tmp_path / "runs" / "x", 320)

@@ -172,15 +172,6 @@ def test_workers_go_to_where_cores_are_left():
     assert Allocation({"a": 2, "b": 4}, 1, "a", False).places(3, own_cores=2) == [*"bab"]
 
 
-def test_a_percent_sign_in_a_logs_name_is_escaped_for_srun(monkeypatch, path):
-    for name, value in {"PATH": path, **PLAIN}.items():
-        monkeypatch.setenv(name, value)
-    launcher = SlurmLauncher(log_dir="/100%")
-    launcher.check(1)
-    launcher.prepare(1, [], "")
-    assert "--output=/100%%/worker-0.log" in launcher.command(0)
-
-
 SLURM = "--launcher slurm"
 
 

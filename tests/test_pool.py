@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from clusterenv_runtime import Interrupted, WorkerDiedError
-from clusterenv_runtime.head.pool import LEAVE_S, PING_S
-from clusterenv_runtime.head.workers import LOOK_S, State
-from clusterenv_runtime.messages import MAX_HELLO, Close, CutOff, Ping, Reply
+from clusterenv_runtime.head.pool import LEAVE_S
+from clusterenv_runtime.head.workers import State
+from clusterenv_runtime.messages import MAX_HELLO, Close, CutOff, Reply
 
 from .simulated import CALL, STEP, Process, Processes, Simulation, an_error
 
@@ -144,24 +144,6 @@ def test_only_a_strangers_messages_must_be_short():
     simulation.network.deliver(worker.process.identity, seq, Reply(long))
     assert simulation.gather([seq]) == [long]
     assert simulation.network.texts == ["a stranger's message: no hello: it is too long"]
-
-
-def test_workers_are_pinged_regularly():
-    simulation = Simulation(1)
-    before, seconds = len(sent(simulation, Ping)), 20
-    simulation.wait(seconds)
-    pings = len(sent(simulation, Ping)) - before
-    assert seconds / (PING_S + LOOK_S) - 1 <= pings <= seconds / PING_S + 1
-
-
-def test_a_wait_sleeps_between_messages():
-    simulation = Simulation(1)
-    before = simulation.network.receives
-    simulation.wait(10)
-    assert simulation.network.receives - before < 10 / LOOK_S + 5
-    before = simulation.network.now
-    simulation.wait_until(lambda: True)  # done already
-    assert simulation.network.now - before < 0.01
 
 
 def test_an_error_that_ends_episodes_ends_all_requests_of_its_worker():

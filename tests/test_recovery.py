@@ -3,11 +3,8 @@ user is told.
 """
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -24,7 +21,6 @@ from clusterenv_runtime import CategoricalPolicy, ClusterEnv, WorkerDiedError
 from .envs import BlockingEnv, CountingEnv, RandomEnv, Words, assert_same
 from .nets import change, linear
 from .patience import HOUR, at_most, kill, wait_until, with_more_time
-from .scripts import ROOT, workers_of
 
 VECTOR = spaces.Box(-1, 1, (3,))
 RANDOM = partial(RandomEnv, VECTOR, end=0.1)
@@ -389,52 +385,6 @@ def test_a_replacement_goes_on_with_its_predecessors_noise():
     assert len({str(part) for part in expected}) == 4
     assert len(set(zip(*expected[0], strict=True))) > 1  # rows have noise of their own
     assert list(actions((1, 3))) == list(actions((2,), overlap=True)) == expected
-
-
-# Workers that are stopped for a while, and then go on.
-
-HEAD = """
-import json, sys
-from tests.test_recovery import rollouts
-for rollout in rollouts(sys.stdin):
-    print(json.dumps(rollout), flush=True)
-"""
-STOPPED_S = 3.0  # seconds: many times the longest silence of a healthy link
-
-
-def rollouts(requests):
-    """Collect a rollout for each request. Yield its content and the number of lost workers."""
-    with ClusterEnv([RANDOM] * 3, 2, worker_timeout=HOUR) as envs:
-        policy = CategoricalPolicy(linear())
-        envs.reset(seed=1)
-        for _ in requests:
-            rollout = envs.rollout(policy, 10)
-            fields = rollout.observations, rollout.actions, rollout.rewards
-            yield [*(field.tolist() for field in fields), len(envs.restarts)]
-
-
-def test_a_head_and_a_worker_that_are_stopped_for_less_than_the_timeout_go_on():
-    command, env = [sys.executable, "-c", HEAD], {**os.environ, "PYTHONPATH": str(ROOT)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-    head = subprocess.Popen(command, env=env, **pipes)
-    with head:
-        try:
-            head.stdin.write("one rollout\n")
-            received, workers = [json.loads(head.stdout.readline())], workers_of(head.pid)
-            assert len(workers) == 2
-            for pid in (head.pid, workers[1]):
-                os.kill(pid, signal.SIGSTOP)
-                head.stdin.write("another\n")
-                time.sleep(STOPPED_S)
-                os.kill(pid, signal.SIGCONT)
-                received.append(json.loads(head.stdout.readline()))
-                assert received[-1][-1] == 0, (
-                    f"{pid} of {[head.pid, *workers.values()]} was stopped"
-                )
-            assert workers_of(head.pid) == workers
-        finally:
-            head.kill()
-    assert received == list(rollouts(range(3)))
 
 
 # Too many lost workers.

@@ -9,7 +9,6 @@ import fcntl
 import json
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from clusterenv_utils.errors import RunLockedError
 from . import scripts
 from .envs import BlockingEnv, CountingEnv, assert_same
 from .nets import linear
-from .patience import HOUR, assert_ended, at_most, wait_until
+from .patience import HOUR, at_most, wait_until
 from .scripts import TIMES, environment
 from .test_checkpoint import assert_same_state, saved_in
 
@@ -244,48 +243,6 @@ def test_sigterm_and_resume_to_the_last_bit(tmp_path, script):
     for state in (before, after):
         del state["seconds"], state["args"]["total_timesteps"], state["args"]["resume"]
     assert_same_state(after, before)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("shell", ["none", "bash", "nohup"])
-def test_a_run_saves_and_ends_when_its_terminal_is_lost_except_under_nohup(tmp_path, shell):
-    flags = [*scripts.TINY[scripts.PPO], *scripts.lasting(tmp_path, 80), "--run-name", "x"]
-    flags += ["--total-timesteps", "1280"]
-    command = [sys.executable, str(scripts.ROOT / scripts.PPO), *flags]
-    before = {"none": [], "bash": ["bash", "--norc", "-i"], "nohup": ["nohup"]}[shell]
-    terminal, theirs = os.openpty()
-
-    def take():  # as ssh gives a shell its terminal
-        os.login_tty(theirs)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-    process = subprocess.Popen(
-        [*before, *([] if shell == "bash" else command)],
-        cwd=tmp_path, env=environment(), preexec_fn=take, pass_fds=[theirs],
-    )  # fmt: skip
-    os.close(theirs)
-    if shell == "bash":
-        os.write(terminal, shlex.join(command).encode() + b"\n")
-    if shell == "nohup":
-        output = tmp_path / "nohup.out"
-        wait_until(lambda: output.exists() and b" SPS " in output.read_bytes())  # it trains
-    else:
-        said = b""
-        while b" SPS " not in said:
-            said += os.read(terminal, 2**16)
-    folder = tmp_path / "runs" / "x"
-    head = int((folder / "lock").read_text().split()[1])
-    workers = scripts.workers_of(head)
-    assert len(workers) == 2 and not saved_in(folder)
-    os.close(terminal)
-    if shell == "nohup":
-        (tmp_path / "go").touch()
-    assert_ended([head, *workers.values()])
-    assert process.wait() == {"none": 75, "bash": -signal.SIGHUP, "nohup": 0}[shell]
-    step = load_checkpoint(folder)["global_step"]
-    assert step == 1280 if shell == "nohup" else 0 < step < 1280
-    # The head has told the workers to end.
-    assert [path.read_text() for path in (folder / "workers").iterdir()] == ["", ""]
 
 
 @pytest.mark.long

@@ -21,7 +21,6 @@ from clusterenv_runtime.messages import PROTOCOL_VERSION, Hello, hello_frames
 from clusterenv_runtime.security import WorkerKeys, read_key_file
 
 from .envs import CountingEnv
-from .machine import do_without, refusal_of_ipv6
 from .nets import linear
 from .patience import PATIENCE, assert_ended, at_most, with_more_time
 from .scripts import ROOT
@@ -222,13 +221,3 @@ def test_a_huge_handshake_is_cut_off(cluster, workers):
                 pytest.fail("all was taken")
         step(cluster)
     assert resident_bytes(os.getpid()) < before + 100 * 2**20
-
-
-def test_ipv6(workers):
-    if refusal := refusal_of_ipv6():
-        do_without("no IPv6", refusal)
-    with ClusterEnv([CountingEnv] * 2, 2, bind_address="::1", worker_start="spawn") as envs:
-        addresses = [command[command.index("--connect") + 1] for command in workers().values()]
-        assert sum(address.startswith("tcp://[::1]:") for address in addresses) == 2
-        envs.reset()
-        step(envs)

@@ -275,26 +275,6 @@ def test_learning_does_not_change_the_structure_and_workers_act_alike(store, nam
     assert torch.equal(policy(observations), acting(observations))
 
 
-def test_a_worker_gets_attributes_of_all_dtypes_and_shapes():
-    values = {
-        "bools": torch.tensor([True, False]),
-        "one": torch.tensor(2**40),
-        "view": torch.arange(6).view(2, 3).T[::2],
-        "none": torch.zeros(0, 3),
-        "halves": torch.tensor([0.5, 1]).bfloat16(),
-        "complex": torch.tensor([1j]),
-        "sparse": torch.eye(3).to_sparse(),
-        "frozen": [nn.Parameter(torch.ones(2), requires_grad=False)],
-    }
-    policy = CategoricalPolicy(linear(1, 2))
-    vars(policy).update(values)
-    acting = vars(pickle.loads(pickled(policy)))
-    for name, value in values.items():
-        sent, came = (value[0], acting[name][0]) if name == "frozen" else (value, acting[name])
-        assert type(came) is type(sent) and came.dtype == sent.dtype
-        assert torch.equal(came.to_dense(), sent.to_dense())
-
-
 def test_classes_of_a_script_are_pickled_only_once(store, monkeypatch):
     """`cloudpickle` takes milliseconds for a class, and a learner may publish often."""
     whole = []

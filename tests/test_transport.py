@@ -122,22 +122,6 @@ def test_an_exception_of_a_signal_handler_is_not_lost_if_there_is_nothing_to_rec
     assert len(seen) == len(raised)
 
 
-@pytest.mark.parametrize("identity", [b"w1", b"p1"], ids=["worker", "pulse"])
-def test_a_flood_is_received_in_limited_portions(make, dial, monkeypatch, identity):
-    monkeypatch.setattr(module, "MOST_AT_ONCE", most := 5)
-    transport, calls, last = make(), 0, []
-    peer, other = dial(transport, identity), dial(transport, b"other")
-    for _ in range(1000):
-        peer.send(b"x" * 10)
-    while not last:
-        received = transport.receive(PATIENCE)
-        assert len(received) <= most
-        calls, last = calls + 1, [each for each, _ in received if each == b"other"]
-        if calls == 1000 / most:
-            other.send(b"last")
-    assert calls >= 1000 / most
-
-
 def pulsing(transport, dial, number=0):
     """Connect a worker and its pulse, which the head expects from then on. Return the worker's
     identity, the worker and the pulse.
@@ -184,16 +168,6 @@ def test_a_worker_whose_second_connection_closes_is_gone_after_its_messages_arri
     assert transport.has_pulse(identity)
 
 
-def test_drops_are_counted_and_the_first_hundred_are_logged(make, caplog):
-    transport = make()
-    for number in range(120):
-        transport.drop(f"what {number} sent")
-    assert transport.dropped == 120
-    assert [record.getMessage() for record in caplog.records] == [
-        f"dropped what {number} sent" for number in range(100)
-    ]
-
-
 @pytest.mark.parametrize(
     ("soft", "hard", "expected"),
     [
@@ -214,23 +188,6 @@ def test_the_limit_of_open_files_is_raised_and_never_lowered(
     monkeypatch.setattr(resource, "setrlimit", lambda which, limit: limits.append((which, limit)))
     make()
     assert limits == ([] if expected is None else [(resource.RLIMIT_NOFILE, expected)])
-
-
-def test_the_limit_of_open_files_is_restored_unless_somebody_else_has_changed_it(make):
-    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = min(soft, 512)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
-    try:
-        transport = make()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
-        transport.close()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (low, hard)
-        transport = make()
-        resource.setrlimit(resource.RLIMIT_NOFILE, (low + 1, hard))
-        transport.close()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (low + 1, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_transports_directory_is_private_and_is_removed_with_it(tmp_path):

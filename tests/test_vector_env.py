@@ -4,8 +4,6 @@ misuse as clearly.
 
 import dataclasses
 import enum
-import os
-import threading
 import warnings
 from collections import OrderedDict
 from copy import deepcopy
@@ -404,36 +402,6 @@ def test_an_environment_registered_here_works_on_workers(entry_point):
     ):
         envs.reset()
         assert envs.step([0, 0])[0].ravel().tolist() == [1, 1]
-
-
-class OnlyHere:
-    """A value that only this process can unpickle."""
-
-    def __reduce__(self):
-        return only_in, (os.getpid(),)
-
-
-def only_in(pid):
-    if os.getpid() != pid:
-        raise ModuleNotFoundError("No module named 'only_at_the_head'")
-    return OnlyHere()
-
-
-@pytest.mark.parametrize("argument", [threading.local(), OnlyHere()], ids=["pickle", "unpickle"])
-def test_an_environment_whose_arguments_cannot_travel_is_registered_only_here(argument):
-    env_id = "ClusterTest/Stuck-v0"
-    with registered(env_id, partial(CountingWith, argument)):
-        with ClusterEnv([CountingEnv] * 2, 2) as envs:
-            envs.reset()
-        with pytest.raises(gym.error.NamespaceNotFound, match="ClusterTest not found"):
-            ClusterEnv([lambda: gym.make(env_id)] * 2, 2)
-
-
-class CountingWith(CountingEnv):
-    """Takes an argument."""
-
-    def __init__(self, argument):
-        super().__init__()
 
 
 def test_after_close_everything_is_an_error():

@@ -1,18 +1,15 @@
 """Computations of the harness that all scripts share: seeds, evaluation, summary and curve."""
 
 import importlib
-import random
 from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 
 from clusterenv_runtime import Frames
 from clusterenv_runtime.extras.atari import EpisodicLife
 from clusterenv_utils import FrameReplayBuffer, evaluate
-from clusterenv_utils.checkpoint import rng_state, set_rng_state
 from clusterenv_utils.logs import LearningCurve, summary_of
 from scripts.ppo_continuous_clusterenv import NormalizeReward
 
@@ -41,16 +38,6 @@ def test_the_summary_has_mean_and_deviation_of_the_evaluation():
     summary = summary_of(args, envs, LearningCurve(), np.array([1.0, 2.0, 6.0]))
     assert summary["eval_return_mean"] == 3 and summary["pulls_per_worker"] == 3
     assert summary["eval_return_std"] == pytest.approx(np.sqrt(14 / 3))
-
-
-def test_all_random_numbers_go_on():
-    def draw():
-        return random.random(), np.random.random(), torch.rand(1).item()
-
-    state = rng_state()
-    second = draw()
-    set_rng_state(state)
-    assert draw() == second
 
 
 def rollout(starts, rows=(0, 1), rewards=((1.0, 10.0),)):

@@ -118,13 +118,11 @@ class Slurm:
         """Return the name of a node's namespace and of its network interface on this machine."""
         return f"lab{self.network}{node}"
 
-    def processes(self, node: str | None = None) -> set[int]:
-        """Return the pids of this cluster or of one node: of daemons, steps, tasks, and the
-        processes that these have started.
-        """
+    def processes(self) -> set[int]:
+        """Return the pids of daemons, steps, tasks, and the processes that these have started."""
         conf, parents, found = self.env["SLURM_CONF"].encode(), {}, set()
         # A shell that only talks to the cluster does not have these variables.
-        names = b"LAB_NODE", b"SLURMD_NODENAME"
+        names = {b"LAB_NODE", b"SLURMD_NODENAME"}
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # the process has ended in between, or is another user's
                 state, parent = (directory / "stat").read_text().rpartition(")")[2].split()[:2]
@@ -132,15 +130,13 @@ class Slurm:
                 environ = dict(word.partition(b"=")[::2] for word in words)
                 if state != "Z":
                     parents[int(directory.name)] = int(parent)
-                    at = [environ[name] for name in names if name in environ]
-                    is_here = at if node is None else node.encode() in at
-                    if is_here and environ.get(b"SLURM_CONF") == conf:
+                    if environ.keys() & names and environ.get(b"SLURM_CONF") == conf:
                         found.add(int(directory.name))
         while new := {pid for pid, parent in parents.items() if parent in found} - found:
             found |= new
         if self.network is not None:
-            for name in [node] if node else self.nodes:
-                pids = run("ip", "netns", "pids", self.link(name), check=False).stdout
+            for node in self.nodes:
+                pids = run("ip", "netns", "pids", self.link(node), check=False).stdout
                 found |= set(map(int, pids.split()))
         return found
 

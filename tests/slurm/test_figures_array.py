@@ -21,7 +21,7 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     figures = tmp_path / "experiments" / "figures"
     recipes, results = figures / "recipes", figures / "results" / "main"
-    for folder in (recipes / "main", recipes / "few", results):
+    for folder in (recipes / "main", results):
         folder.mkdir(parents=True)
     for name in ("sweeps", "machine.py"):
         (tmp_path / "experiments" / name).symlink_to(ROOT / "experiments" / name)
@@ -56,20 +56,3 @@ def test_arrays_of_all_sweeps_and_then_the_tables_and_figures(slurm, tmp_path):
         (mode, seed, "128") for mode in ("interval", "kl") for seed in "12"
     ]
     assert (results / "ppo_cartpole_v1_frontier.png").exists()
-    shutil.copy(recipes / "main" / "kl.yaml", recipes / "few")
-    few = slurm.submit(
-        *options, "slurm/figures.sbatch", "experiments/figures/recipes/few/", cwd=tmp_path, env=env
-    )
-    slurm.wait(few)
-    slurm.wait(
-        re.search(
-            r"job (\d+) draws the figures, in runs/few", (tmp_path / f"log-{few}").read_text()
-        )[1]
-    )
-    assert len((tmp_path / "runs" / "few" / "results" / "runs.csv").read_text().splitlines()) == 3
-    assert (tmp_path / "runs" / "few" / "ppo_cartpole_v1_learning_curves.png").exists()
-    again = slurm.submit(*options, "slurm/figures.sbatch", "--results", cwd=tmp_path, env=env)
-    slurm.wait(again)
-    assert (
-        "4 of 4 runs in experiments/figures/results/main" in (tmp_path / f"log-{again}").read_text()
-    )
