@@ -328,3 +328,75 @@ def test_the_head_needs_no_package_of_the_environments(tmp_path):
     assert "simulator_of_workers" not in sys.modules
     assert rollout.episodic_returns.tolist() == [5] * 4
     assert envs.single_observation_space == spaces.Box(-1, 1, (3,), np.float32)
+
+
+MULTIPROCESSING = """
+import multiprocessing, os, sys
+import torch
+from torch.utils.data import DataLoader
+from clusterenv_runtime import ClusterEnv
+from tests.envs import CountingEnv
+
+def square(x):
+    return x * x, "wave" in sys.modules
+
+class Env(CountingEnv):
+    def squares(self):  # daemons could not have children
+        with multiprocessing.Pool(2) as pool:
+            return pool.map(square, range(3))
+
+if __name__ == "__main__":
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_forkserver_preload(["wave"])
+    with ClusterEnv([Env] * 2, worker_preload="calendar") as envs:
+        assert multiprocessing.get_start_method(allow_none=True) == before is None
+        multiprocessing.set_start_method("forkserver")
+        with multiprocessing.Pool(2) as pool:
+            assert pool.map(square, range(3)) == [(0, True), (1, True), (4, True)]
+        loader = DataLoader(torch.arange(4.0), num_workers=2)
+        assert [batch.item() for batch in loader] == [0, 1, 2, 3]
+        assert [number for number, _ in envs.call("squares")[0]] == [0, 1, 4]
+        assert multiprocessing.active_children() == []
+"""
+
+
+def test_the_users_own_multiprocessing_is_unchanged(tmp_path):
+    (tmp_path / "script.py").write_text(MULTIPROCESSING)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=env, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+SPAWNED = """
+import multiprocessing
+from clusterenv_runtime import CategoricalPolicy, ClusterEnv
+from tests.envs import CountingEnv
+from tests.nets import linear
+
+class Env(CountingEnv):
+    pass
+
+class Policy(CategoricalPolicy):
+    pass
+
+def act():
+    with ClusterEnv([Env] * 2) as envs:
+        envs.reset(seed=1)
+        print(envs.rollout(Policy(linear(1, 2)), 3).rewards.shape)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("spawn").Process(target=act)
+    process.start()
+    process.join()
+"""
+
+
+def test_classes_of_a_script_travel_from_a_process_that_it_has_spawned(tmp_path):
+    (tmp_path / "script.py").write_text(SPAWNED)
+    command = [sys.executable, tmp_path / "script.py"]
+    run = subprocess.run(
+        command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.strip() == "(3, 2)", run.stderr
