@@ -2,7 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from clusterenv_runtime.launchers import LocalLauncher, local
 from clusterenv_runtime.launchers.fork_server import is_running
 
 from .patience import assert_ended, wait_until
+from .scripts import ROOT
 
 # The flag --do says what a worker does.
 STAND_IN = """
@@ -118,6 +123,16 @@ def test_forked_workers_draw_their_own_numbers_and_are_forked_from_one_process(l
     assert len({parent_of(pid_of(launcher, index)) for index in range(3)} - {os.getpid()}) == 1
 
 
+def test_what_modules_would_clean_up_at_exit_is_left_out_in_forks(launch, tmp_path):
+    cleans = "import weakref\nclass A: pass\nweakref.finalize(A, print, {!r})"
+    (tmp_path / "cleans.py").write_text(cleans.format("module's"))
+    code = cleans.format("own")
+    launcher = launch(code, preload=["cleans"])
+    assert ended(launcher).reason == "exit code 0" and text_of(launcher) == "own\n"
+    # A private name of Python's that this needs.
+    assert all(isinstance(each, weakref.finalize) for each in weakref.finalize._registry)
+
+
 # Processes of a worker's environment: in its group, and outside with and without an `exec`.
 FAMILY = """
 def child(*command):
@@ -158,6 +173,18 @@ def test_nothing_is_left_of_a_killed_worker(launch, fork):
     launcher.start_worker(0)
     launcher.stop(0)
     assert_ended([*families[1], pid_of(launcher)], 5)
+
+
+def test_one_search_serves_all_workers_that_were_killed(launch, monkeypatch):
+    searches = []
+    search = local.kill_marked
+    monkeypatch.setattr(local, "kill_marked", lambda marks: searches.append(0) or search(marks))
+    launcher = launch("time.sleep(600)", 16)
+    for index in range(16):
+        launcher.kill(index)
+    wait_until(lambda: all(launcher.exit(index) for index in range(16)))
+    wait_until(lambda: all(launcher.has_ended(index) for index in range(16)))
+    assert len(searches) == 1
 
 
 def test_workers_outlive_the_process_that_they_were_forked_from(launch):
@@ -201,3 +228,80 @@ def test_a_log_that_cannot_be_opened_ends_the_start(launch, tmp_path):
     (tmp_path / "logs" / "worker-0.log").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
         launch("pass")
+
+
+HEAD = """
+import os, signal, sys, time
+sys.path.insert(0, {path!r})
+from clusterenv_runtime.launchers import LocalLauncher, local
+local.MAIN = "from stand_in.__main__ import main"
+launcher = LocalLauncher({log_dir!r})
+launcher.prepare(2, ["--do", {code!r}], "", fork={fork})
+{before}
+launcher.start()
+{after}
+"""
+
+
+@pytest.fixture
+def head(launch, tmp_path):
+    """Return a function that runs a program that starts two workers."""
+
+    def head(code, before="", after="", fork=True, log_dir=None, how="exec {}", **options):
+        text = HEAD.format(
+            path=str(tmp_path), log_dir=log_dir, code=code, before=before, after=after, fork=fork
+        )
+        (tmp_path / "head.py").write_text(text)
+        command = how.format(f"{sys.executable} {tmp_path / 'head.py'}")
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(command, shell=True, env=env, cwd=tmp_path, **options)
+
+    return head
+
+
+@HOW
+def test_a_program_that_ends_without_stopping_its_workers_ends_at_once(head, tmp_path, fork):
+    code = "time.sleep(1); open(f'{os.getpid()}.closed', 'w')"
+    process = head(code, after="sys.exit(5)", fork=fork)
+    assert process.wait() == 5
+    wait_until(lambda: len(list(tmp_path.glob("*.closed"))) == 2)
+
+
+def test_a_head_that_ignores_the_ends_of_children(head, tmp_path):
+    after = """
+    os.kill(launcher._processes[0].pid, signal.SIGKILL)
+    while launcher.exit(0) is None: time.sleep(0.01)
+    open("reason", "w").write(launcher.exit(0).reason)
+    launcher.stop(0)
+    """
+    before = "signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    assert head("time.sleep(600)", before, textwrap.dedent(after)).wait() == 0
+    assert (tmp_path / "reason").read_text() == "killed by SIGKILL"
+
+
+@HOW
+@pytest.mark.parametrize("how", ["{} <&-", "{} >&-", "{} 2>&-", "{} <&- >&- 2>&-"])
+def test_a_head_with_closed_streams(head, tmp_path, how, fork):
+    code = """
+    print('talks', flush=True)
+    open(f"{os.getpid()}.out", "w").write(os.readlink("/proc/self/fd/1"))
+    """
+    code = textwrap.dedent(code)
+    with open(tmp_path / "output", "wb") as output:
+        process = head(code, after="launcher.stop(30)", how=how, fork=fork, stdout=output)
+        assert process.wait() == 0
+    expected = os.devnull if ">&-" in how.split("2")[0] else str(tmp_path / "output")
+    assert {each.read_text() for each in tmp_path.glob("*.out")} == {expected}
+
+
+@HOW
+def test_output_that_does_not_block_is_not_lost(head, fork):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    code = "print('x' * 199_999)"
+    process = head(code, after="launcher.stop(30)", fork=fork, stdout=write)
+    os.close(write)
+    time.sleep(1)
+    with open(read) as file:
+        assert len(file.read()) == 400_000
+    assert process.wait() == 0
