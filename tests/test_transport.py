@@ -284,3 +284,20 @@ with ClusterEnv([CountingEnv] * 2, 2, worker_timeout=1, worker_start="spawn") as
 def test_a_connection_that_breaks_while_much_is_unread_does_not_end_the_head():
     """libzmq breaks the connection when it has to send a PING on it."""
     subprocess.run([sys.executable, "-c", BREAKS], check=True, cwd=ROOT, timeout=PATIENCE)
+
+
+def test_the_limit_of_open_files_is_restored_unless_somebody_else_has_changed_it(make):
+    before = soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = min(soft, 512)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+    try:
+        transport = make()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+        transport.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (low, hard)
+        transport = make()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low + 1, hard))
+        transport.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (low + 1, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
