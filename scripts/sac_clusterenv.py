@@ -185,8 +185,8 @@ class ReplayBuffer:
 def make_transitions(chunk):
     """Return a chunk's transitions, arrays `(num_steps * num_envs, ...)` by name.
 
-    To look n steps ahead, keep the chunk before of the same environments, `chunk.rows`: their steps
-    end with each chunk, and the chunks of other workers come between.
+    To look n steps ahead, keep each worker's chunk before, by `chunk.rows[0]`: its steps end with
+    it. Where `chunk.starts`, a replaced worker's episode was cut off there, as by a truncation.
     """
     next_obs = np.concatenate([chunk.observations[1:], chunk.next_observations[None]])
     # An episode's last step leads to its final observation, not to the one after the reset.
