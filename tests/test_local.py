@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import weakref
 from pathlib import Path
 
 import pytest
@@ -123,16 +122,6 @@ def test_forked_workers_draw_their_own_numbers_and_are_forked_from_one_process(l
     assert len({parent_of(pid_of(launcher, index)) for index in range(3)} - {os.getpid()}) == 1
 
 
-def test_what_modules_would_clean_up_at_exit_is_left_out_in_forks(launch, tmp_path):
-    cleans = "import weakref\nclass A: pass\nweakref.finalize(A, print, {!r})"
-    (tmp_path / "cleans.py").write_text(cleans.format("module's"))
-    code = cleans.format("own")
-    launcher = launch(code, preload=["cleans"])
-    assert ended(launcher).reason == "exit code 0" and text_of(launcher) == "own\n"
-    # A private name of Python's that this needs.
-    assert all(isinstance(each, weakref.finalize) for each in weakref.finalize._registry)
-
-
 # Processes of a worker's environment: in its group, and outside with and without an `exec`.
 FAMILY = """
 def child(*command):
@@ -173,18 +162,6 @@ def test_nothing_is_left_of_a_killed_worker(launch, fork):
     launcher.start_worker(0)
     launcher.stop(0)
     assert_ended([*families[1], pid_of(launcher)], 5)
-
-
-def test_one_search_serves_all_workers_that_were_killed(launch, monkeypatch):
-    searches = []
-    search = local.kill_marked
-    monkeypatch.setattr(local, "kill_marked", lambda marks: searches.append(0) or search(marks))
-    launcher = launch("time.sleep(600)", 16)
-    for index in range(16):
-        launcher.kill(index)
-    wait_until(lambda: all(launcher.exit(index) for index in range(16)))
-    wait_until(lambda: all(launcher.has_ended(index) for index in range(16)))
-    assert len(searches) == 1
 
 
 def test_workers_outlive_the_process_that_they_were_forked_from(launch):
