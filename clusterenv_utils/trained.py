@@ -75,7 +75,7 @@ class Trained:
         own = [field.name for field in dataclasses.fields(kind) if field.name not in shared]
         trained = {name: getattr(flags, name) for name in (*own, *KEPT)}
         self.args: Any = dataclasses.replace(given, **(trained | chosen))
-        self._module.args = self.args  # a script's own functions may read this global
+        vars(self._module)["args"] = self.args  # a script's own functions may read this global
         check_code(self.args, given, self.path)
         with one_line_for(ValueError, text="--env-kwargs"):
             read_kwargs(self.args.env_kwargs)
