@@ -58,8 +58,8 @@ MUTATIONS = {
     ),
     "the head still waits for a worker that is given up": (
         "head/pool.py",
-        "request.seq for request in self._requests_of(worker)])\n                raise",
-        "])\n                raise",
+        "super().end(worker, because)\n        self.forget([request.seq",
+        "super().end(worker, because)\n        self.forget([0",
     ),
     "an interrupted call is not given up": (
         "head/pool.py",

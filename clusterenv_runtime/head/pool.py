@@ -366,9 +366,8 @@ class Pool(Recovery):
         if error.fatal:  # nothing is left to reset
             self.to_reset.discard(worker.index)
             self.end(worker, "shut down after its error")
-        elif error.ends:
+        elif error.ends:  # none of its other requests will be answered
             self.to_reset.add(worker.index)
-        if error.ends:  # none of its other requests will be answered
             self.forget([request.seq for request in self._requests_of(worker)])
 
     def _take_response(self, worker: Worker, seq: int | None, response: Any) -> None:
